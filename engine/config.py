@@ -1,0 +1,96 @@
+"""The engine's configuration: frozen, checked on construction, independent of the environment."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Numerics = Literal["auto", "invariant", "fast"]
+LayoutName = Literal["ragged"]
+
+
+def _require(condition: bool, name: str, reason: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How tokens are drafted.
+
+    drafters: names in the order of preference; the first that has a proposal for a row
+      wins. "prompt_lookup", "draft_model".
+    draft_model: folder or hub id of the draft model; needed by "draft_model".
+    max_draft_tokens: K, the most tokens drafted per row and step.
+    lookup_max_ngram, lookup_min_ngram: lengths of the suffix that prompt lookup matches.
+    """
+
+    drafters: tuple[str, ...] = ("prompt_lookup",)
+    draft_model: str | None = None
+    max_draft_tokens: int = 4
+    lookup_max_ngram: int = 4
+    lookup_min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        known = ("prompt_lookup", "draft_model")
+        for name in self.drafters:
+            _require(name in known, "speculation.drafters", f"unknown drafter {name!r}; {known}")
+        _require(
+            len(set(self.drafters)) == len(self.drafters),
+            "speculation.drafters",
+            "names a drafter twice",
+        )
+        _require(
+            "draft_model" not in self.drafters or bool(self.draft_model),
+            "speculation.draft_model",
+            "the drafter 'draft_model' needs a model",
+        )
+        _require(
+            0 <= self.max_draft_tokens <= 64,
+            "speculation.max_draft_tokens",
+            f"must be between 0 and 64, got {self.max_draft_tokens}",
+        )
+        _require(
+            1 <= self.lookup_min_ngram <= self.lookup_max_ngram <= 16,
+            "speculation.lookup_min_ngram",
+            "needs 1 <= lookup_min_ngram <= lookup_max_ngram <= 16",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that decides what the engine does.
+
+    target: folder or hub id of the target model (safetensors only).
+    max_model_tokens: most tokens of prompt plus output; None takes the model's own context.
+    max_num_rows: requests that run at the same time.
+    max_step_tokens: token budget of a step; longer prompts are computed in chunks.
+    numerics: "invariant" pins what a token's bits depend on; "fast" does not; "auto" is
+      invariant where the start-up probe holds.
+    kv_cache_memory: bytes, or a share (0 to 1) of the memory that is free after loading.
+    """
+
+    target: str
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+    max_model_tokens: int | None = None
+    max_num_rows: int = 16
+    max_step_tokens: int = 512
+    numerics: Numerics = "auto"
+    kv_cache_memory: float = 0.5
+    layout: LayoutName = "ragged"
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.target), "target", "must name a model")
+        _require(self.max_num_rows >= 1, "max_num_rows", "must be at least 1")
+        _require(self.max_step_tokens >= 8, "max_step_tokens", "must be at least 8")
+        _require(
+            self.max_model_tokens is None or self.max_model_tokens >= 8,
+            "max_model_tokens",
+            "must be at least 8",
+        )
+        _require(
+            self.num_threads is None or self.num_threads >= 1, "num_threads", "must be positive"
+        )
+        _require(self.kv_cache_memory > 0, "kv_cache_memory", "must be positive")
