@@ -105,7 +105,7 @@ def resolve_model(name_or_path: str, home: Path) -> str:
             )
         return str(path)
     folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    if name_or_path and folder.is_dir():
         return str(folder)
     if _HUB_ID.fullmatch(name_or_path):
         return name_or_path
