@@ -67,6 +67,8 @@ class EngineConfig:
     numerics: "invariant" pins what a token's bits depend on; "fast" does not; "auto" is
       invariant where the start-up probe holds.
     kv_cache_memory: bytes, or a share (0 to 1) of the memory that is free after loading.
+    kv_block_size: tokens per cache block; None gives one contiguous block per row on a CPU and
+      blocks of 16 on CUDA.
     """
 
     target: str
@@ -78,6 +80,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     numerics: Numerics = "auto"
     kv_cache_memory: float = 0.5
+    kv_block_size: int | None = None
     layout: LayoutName = "ragged"
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
@@ -92,5 +95,10 @@ class EngineConfig:
         )
         _require(
             self.num_threads is None or self.num_threads >= 1, "num_threads", "must be positive"
+        )
+        _require(
+            self.kv_block_size is None or self.kv_block_size >= 1,
+            "kv_block_size",
+            "must be positive",
         )
         _require(self.kv_cache_memory > 0, "kv_cache_memory", "must be positive")

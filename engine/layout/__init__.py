@@ -1,0 +1,1 @@
+"""How the rows of a step are laid out for one forward of the model."""

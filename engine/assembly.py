@@ -1,0 +1,175 @@
+"""Puts an engine together from its configuration and loaded models: sizes, checks, parts."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engine.config import EngineConfig
+from engine.drafter.base import Drafter
+from engine.drafter.chain import DrafterChain
+from engine.drafter.draft_model import DraftModelDrafter
+from engine.drafter.prompt_lookup import PromptLookupDrafter
+from engine.kv_cache import KVCache, KVCacheShape
+from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, Padding
+from engine.loader import LoadedModel, check_same_vocabulary
+from engine.model_runner import ModelRunner
+from engine.probe import agreement_length, attention_shape, check_agreement, probe_guarantee
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.speculation import DraftLengths
+from engine.stats import ModelInfo
+from engine.verifier import Verifier
+
+_CUDA_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine consists of."""
+
+    info: ModelInfo
+    tokenizer: PreTrainedTokenizerBase
+    scheduler: Scheduler
+    drafters: DrafterChain
+    verifier: Verifier
+    lengths: DraftLengths
+    sampler: Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class _Examined:
+    """A model whose attention was seen to work through the interface."""
+
+    loaded: LoadedModel
+    shape: KVCacheShape
+    logits: torch.Tensor
+    token_ids: list[int]
+
+
+def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) -> Parts:
+    """Raises UnsupportedModelError for a model that cannot be served as asked, ValueError for
+    a configuration that does not fit the machine."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    max_tokens = min(
+        config.max_model_tokens or target.max_context_tokens, target.max_context_tokens
+    )
+    examined = [_examine(target, max_tokens)]
+    if draft is not None:
+        check_same_vocabulary(target.tokenizer, draft.tokenizer)
+        examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
+    caches = _make_caches(config, examined, max_tokens)
+    padding = NO_PADDING if config.numerics == "fast" else INVARIANT_PADDING
+    runners = [
+        _make_runner(model, cache, padding) for model, cache in zip(examined, caches, strict=True)
+    ]
+    guarantee = probe_guarantee(runners[0])
+    numerics = config.numerics
+    if numerics == "auto":
+        numerics = "invariant" if guarantee == "bit_exact" else "fast"
+        if numerics == "fast":
+            runners[0].padding = NO_PADDING
+    vocab_size = examined[0].logits.shape[-1]
+    device = target.model.device
+    sampler = Sampler(vocab_size, device)
+    drafters = DrafterChain(_make_drafters(config, sampler, runners))
+    info = ModelInfo(
+        name=target.name,
+        fingerprint=target.fingerprint,
+        dtype=str(target.model.dtype).removeprefix("torch."),
+        device=str(device),
+        num_parameters=sum(p.numel() for p in target.model.parameters()),
+        vocab_size=vocab_size,
+        max_model_tokens=max_tokens,
+        numerics=numerics,
+        guarantee=guarantee,
+        layout=config.layout,
+        drafters=drafters.names,
+        eos_token_ids=target.eos_token_ids,
+    )
+    scheduler = Scheduler(
+        caches[0], max_step_tokens=config.max_step_tokens, max_model_tokens=max_tokens
+    )
+    return Parts(
+        info=info,
+        tokenizer=target.tokenizer,
+        scheduler=scheduler,
+        drafters=drafters,
+        verifier=Verifier(runners[0], sampler),
+        lengths=DraftLengths(config.speculation.max_draft_tokens if drafters.names else 0),
+        sampler=sampler,
+    )
+
+
+def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
+    num_tokens = agreement_length(loaded.model, max_tokens)
+    shape, logits, token_ids = attention_shape(loaded.name, loaded.model, num_tokens)
+    return _Examined(loaded, shape, logits, token_ids)
+
+
+def _make_runner(examined: _Examined, cache: KVCache, padding: Padding) -> ModelRunner:
+    runner = ModelRunner(examined.loaded.model, cache, padding)
+    check_agreement(examined.loaded.name, runner, examined.logits, examined.token_ids)
+    return runner
+
+
+def _make_caches(config: EngineConfig, examined: list[_Examined], max_tokens: int) -> list[KVCache]:
+    """Target's cache first. Both models get as many rows; memory is split by their need."""
+    bytes_per_token = sum(model.shape.bytes_per_token for model in examined)
+    budget = _budget_bytes(config.kv_cache_memory, examined[0].shape.device)
+    block_size = config.kv_block_size
+    if block_size is None and examined[0].shape.device.type == "cuda":
+        block_size = _CUDA_BLOCK_SIZE
+    row_tokens = -(-max_tokens // 128) * 128
+    tokens_per_block = block_size or row_tokens
+    most_blocks = config.max_num_rows * -(-row_tokens // tokens_per_block)
+    num_blocks = min(most_blocks, int(budget // (bytes_per_token * tokens_per_block)))
+    if num_blocks * tokens_per_block < max_tokens:
+        raise ValueError(
+            f"kv_cache_memory: {budget / 2**20:.0f} MiB hold "
+            f"{int(budget // bytes_per_token)} tokens, one request needs {max_tokens}; "
+            "lower max_model_tokens or give more memory"
+        )
+    num_rows = config.max_num_rows if block_size else min(config.max_num_rows, num_blocks)
+    return [
+        KVCache(
+            model.shape,
+            max_num_rows=num_rows,
+            max_tokens=min(max_tokens, model.loaded.max_context_tokens),
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        for model in examined
+    ]
+
+
+def _budget_bytes(wanted: float, device: torch.device) -> float:
+    """Bytes as given, or a share of what is free now."""
+    if wanted > 1:
+        return wanted
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return wanted * free
+    return wanted * float(psutil.virtual_memory().available)
+
+
+def _make_drafters(
+    config: EngineConfig, sampler: Sampler, runners: list[ModelRunner]
+) -> list[Drafter]:
+    speculation = config.speculation
+    drafters: list[Drafter] = []
+    for name in speculation.drafters:
+        if name == "prompt_lookup":
+            drafters.append(
+                PromptLookupDrafter(
+                    min_ngram=speculation.lookup_min_ngram,
+                    max_ngram=speculation.lookup_max_ngram,
+                )
+            )
+        elif name == "draft_model":
+            drafters.append(
+                DraftModelDrafter(runners[1], sampler, max_step_tokens=config.max_step_tokens)
+            )
+    return drafters

@@ -1,0 +1,57 @@
+"""The contract of a drafter.
+
+A drafter may propose anything: the acceptance rules make the output the target's own.
+What a drafter keeps per request (an index, a cache) catches up with the request's committed
+tokens when it is asked, so rounds without drafting cost it nothing and lose it nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.live_request import LiveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob:
+    """One row to propose for. end is how many committed tokens the target will have computed
+    after this step; max_drafts is 0 for rows that only want the drafter to keep up."""
+
+    live: LiveRequest
+    end: int
+    max_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens of one row, in order.
+
+    draft_probs [K, V] float32 is the distribution each was drawn from, or None when the
+    drafter is deterministic (all its weight is on the token). num_positions counts token
+    positions that a model computed to make it.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    draft_probs: torch.Tensor | None = None
+    num_positions: int = 0
+    drafter: str = ""
+
+
+NO_PROPOSAL = Proposal()
+
+
+class Drafter(Protocol):
+    """A strategy: propose, and forget what was kept for a finished request."""
+
+    @property
+    def name(self) -> str: ...
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One proposal per job, at most max_drafts tokens each; may be empty."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+    def check_integrity(self) -> None: ...

@@ -1,0 +1,316 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+All methods are called from one thread. A step is: end what is cancelled or out of time,
+schedule, propose, verify, commit. Until commit nothing of a request has changed.
+
+Invariants, checked by `check_integrity`:
+  1. A step emits 1 to K + 1 tokens for a row that reaches its newest token; the last of
+     them is the target's own.
+  2. After a step the cache holds exactly num_tokens - 1 entries of a decoding request.
+  3. free + cached + owned blocks = all blocks; references recount from the requests.
+"""
+
+import time
+from collections.abc import Sequence
+
+from engine.assembly import Parts, assemble
+from engine.config import EngineConfig
+from engine.drafter.base import DraftJob, Proposal
+from engine.live_request import LiveRequest
+from engine.loader import LoadedModel, load_model
+from engine.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    TokenDelta,
+    validate_against_model,
+)
+from engine.sampler import TokenHistory, uses_penalties
+from engine.scheduler import PlannedRow
+from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
+from engine.step import StepOutput
+from engine.stop_strings import StopStringWatcher
+from engine.verifier import RowOutcome, Verification
+
+
+class Engine:
+    """Batched speculative decoding over one target model."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.info: ModelInfo = parts.info
+        self.tokenizer = parts.tokenizer
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._drafters = parts.drafters
+        self._verifier = parts.verifier
+        self._lengths = parts.lengths
+        self._watchers: dict[str, StopStringWatcher] = {}
+        self._to_end: dict[str, FinishReason] = {}
+        self._num_steps = 0
+        self._last_step_at: float | None = None
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "Engine":
+        """Load the models and get ready; slow. Raises UnsupportedModelError or ValueError."""
+        target = load_model(config.target, dtype=config.dtype, device=config.device)
+        draft = None
+        if "draft_model" in config.speculation.drafters:
+            draft = load_model(
+                config.speculation.draft_model or "", dtype=config.dtype, device=config.device
+            )
+        return cls.from_models(config, target, draft)
+
+    @classmethod
+    def from_models(
+        cls, config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None
+    ) -> "Engine":
+        return cls(assemble(config, target, draft))
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestError naming the field that cannot be served."""
+        if self._scheduler.find(request.request_id) is not None:
+            raise RequestError("request_id", f"{request.request_id!r} is already running")
+        validate_against_model(request, self.info.vocab_size, self.info.max_model_tokens)
+        wanted = request.speculation.drafter
+        if wanted is not None and wanted not in self.info.drafters:
+            raise RequestError(
+                "speculation.drafter", f"unknown {wanted!r}; available: {self.info.drafters}"
+            )
+        if request.sampling.prompt_logprobs:
+            raise RequestError("output.prompt_logprobs", "not supported")
+        live = LiveRequest(request, list(request.prompt_token_ids))
+        stopping = request.stopping
+        eos = () if stopping.ignore_eos else self.info.eos_token_ids
+        live.stop_token_ids = frozenset((*eos, *stopping.stop_token_ids))
+        live.guarded_token_ids = tuple(sorted(live.stop_token_ids))
+        if uses_penalties(request.sampling):
+            live.history = TokenHistory.of_prompt(
+                request.prompt_token_ids, self.info.vocab_size, self._parts.sampler.device
+            )
+        if stopping.stop_strings:
+            self._watchers[request.request_id] = StopStringWatcher(
+                self.tokenizer,
+                stopping.stop_strings,
+                include_stop_string=stopping.include_stop_string,
+            )
+        self._scheduler.add(live)
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request at the start of the next step; unknown ids are ignored."""
+        if self._scheduler.find(request_id) is not None:
+            self._to_end[request_id] = reason
+
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def load(self) -> EngineLoad:
+        pool = self._scheduler.cache.pool
+        return EngineLoad(
+            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.running),
+            num_rows=self._scheduler.cache.max_num_rows,
+            num_free_blocks=pool.num_available,
+            num_total_blocks=pool.num_blocks,
+            num_steps=self._num_steps,
+            last_step_at=self._last_step_at,
+        )
+
+    def step(self) -> StepOutput:
+        """Advance every request that fits the budgets; see the module's contract."""
+        started_at, started = time.monotonic(), time.perf_counter_ns()
+        ended = self._end_overdue(started_at)
+        drafts = {r.request_id: self._lengths.choose(r) for r in self._decoding()}
+        plan = self._scheduler.schedule(started_at, drafts)
+        if not plan:
+            return StepOutput(tuple(d for d, _ in ended), tuple(s for _, s in ended), None)
+        proposals = self._propose(plan)
+        proposed = time.perf_counter_ns()
+        verification = self._verifier.verify(plan, proposals)
+        committed = [
+            self._commit(outcome, proposal)
+            for outcome, proposal in zip(verification.outcomes, proposals, strict=True)
+        ]
+        self._num_steps += 1
+        self._last_step_at = time.monotonic()
+        deltas = [d for d, _ in ended] + [d for d, _, _ in committed if d is not None]
+        finished = [s for _, s in ended] + [s for _, s, _ in committed if s is not None]
+        rows = tuple(row for _, _, row in committed)
+        stats = self._step_stats(started_at, started, proposed, verification, rows)
+        return StepOutput(tuple(deltas), tuple(finished), stats)
+
+    # ---- the parts of a step ----------------------------------------------------------
+
+    def _decoding(self) -> list[LiveRequest]:
+        return [live for live in self._scheduler.running.values() if live.is_decoding]
+
+    def _end_overdue(self, now: float) -> list[tuple[TokenDelta, RequestStats]]:
+        to_end, self._to_end = self._to_end, {}
+        for live in self._scheduler.live_requests():
+            limit = live.request.stopping.time_limit_seconds
+            if limit is not None and now - live.request.arrived_at >= limit:
+                to_end.setdefault(live.request_id, FinishReason.TIME_LIMIT)
+        ended = []
+        for request_id, reason in to_end.items():
+            found = self._scheduler.find(request_id)
+            if found is not None:
+                ended.append(self._finish(found, (), reason))
+        return ended
+
+    def _propose(self, plan: Sequence[PlannedRow]) -> list[Proposal]:
+        jobs = [DraftJob(p.live, p.start + p.num_tokens, p.max_drafts) for p in plan]
+        proposals = self._drafters.propose(jobs)
+        for planned, proposal in zip(plan, proposals, strict=True):
+            planned.live.num_drafter_positions += proposal.num_positions
+            if proposal.token_ids:
+                planned.live.drafter = proposal.drafter
+        return proposals
+
+    def _commit(
+        self, outcome: RowOutcome, proposal: Proposal
+    ) -> tuple[TokenDelta | None, RequestStats | None, RowStepStats]:
+        """The only place where a request's tokens, its cache's length and its counters change."""
+        planned, live = outcome.planned, outcome.planned.live
+        was_decoding = live.is_decoding
+        self._count_computed(planned, was_decoding, outcome.num_drafts)
+        if outcome.error is not None:
+            delta, stats = self._finish(live, (), FinishReason.ERROR, error=outcome.error)
+            return delta, stats, _row_stats(outcome, was_decoding, 0, proposal)
+        emitted, reason, stop_token_id = self._cut(live, outcome.token_ids)
+        text, stop_string = None, None
+        watcher = self._watchers.get(live.request_id)
+        if watcher is not None and emitted:
+            text, match = watcher.push(emitted)
+            if match is not None:
+                emitted, reason = emitted[: match.num_tokens], FinishReason.STOP_STRING
+                stop_string, stop_token_id = match.stop_string, None
+            elif reason is not None:
+                text += watcher.finish()
+        live.token_ids.extend(emitted)
+        num_kept = min(outcome.num_accepted, max(0, len(emitted) - 1))
+        live.num_computed_tokens = planned.start + planned.num_tokens + num_kept
+        assert live.row is not None  # noqa: S101 - for the type checker; planned rows have one
+        self._scheduler.cache.commit(live.row, live.token_ids, live.num_computed_tokens)
+        row_stats = _row_stats(outcome, was_decoding, len(emitted), proposal)
+        if not emitted:
+            return None, None, row_stats
+        live.count_verification(outcome.num_drafts, outcome.num_accepted, len(emitted))
+        self._lengths.observe(live, outcome.num_drafts, outcome.num_accepted)
+        live.last_token_at = time.monotonic()
+        live.first_token_at = live.first_token_at or live.last_token_at
+        if live.history is not None:
+            live.history.append(emitted)
+        logprobs = outcome.logprobs[: len(emitted)]
+        delta = TokenDelta(
+            request_id=live.request_id,
+            first_token_index=live.num_output_tokens - len(emitted),
+            token_ids=emitted,
+            logprobs=logprobs,
+            text=text,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            stop_string=stop_string,
+        )
+        if reason is None:
+            return delta, None, row_stats
+        return delta, self._close(live, reason), row_stats
+
+    def _cut(
+        self, live: LiveRequest, token_ids: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+        """The emitted tokens up to the first that ends the request, and why it ends."""
+        max_tokens = live.request.stopping.max_tokens
+        min_tokens = live.request.stopping.min_tokens
+        for index, token_id in enumerate(token_ids):
+            num_output = live.num_output_tokens + index + 1
+            if token_id in live.stop_token_ids and num_output > min_tokens:
+                return token_ids[: index + 1], FinishReason.STOP_TOKEN, token_id
+            if num_output >= max_tokens:
+                return token_ids[: index + 1], FinishReason.LENGTH, None
+            if live.num_tokens + index + 1 >= self.info.max_model_tokens:
+                return token_ids[: index + 1], FinishReason.CONTEXT_FULL, None
+        return token_ids, None, None
+
+    def _count_computed(self, planned: PlannedRow, was_decoding: bool, num_drafts: int) -> None:
+        live = planned.live
+        end = planned.start + planned.num_tokens
+        live.num_steps += 1
+        if not was_decoding:
+            live.num_prefill_positions += planned.num_tokens
+        live.num_recomputed_tokens += max(
+            0, min(end, live.num_ever_computed_tokens) - planned.start
+        )
+        live.num_ever_computed_tokens = max(live.num_ever_computed_tokens, end)
+
+    def _finish(
+        self,
+        live: LiveRequest,
+        token_ids: tuple[int, ...],
+        reason: FinishReason,
+        error: str | None = None,
+    ) -> tuple[TokenDelta, RequestStats]:
+        """End a request outside the ordinary course: nothing more is emitted."""
+        watcher = self._watchers.get(live.request_id)
+        delta = TokenDelta(
+            request_id=live.request_id,
+            first_token_index=live.num_output_tokens,
+            token_ids=token_ids,
+            text=watcher.finish() if watcher is not None else None,
+            finish_reason=reason,
+            error=error,
+        )
+        return delta, self._close(live, reason, error)
+
+    def _close(
+        self, live: LiveRequest, reason: FinishReason, error: str | None = None
+    ) -> RequestStats:
+        self._scheduler.remove(live, scrub=error is not None)
+        self._drafters.forget(live.request_id)
+        self._lengths.forget(live.request_id)
+        self._watchers.pop(live.request_id, None)
+        return live.stats(reason, time.monotonic(), error)
+
+    def _step_stats(
+        self,
+        started_at: float,
+        started: int,
+        proposed: int,
+        verification: Verification,
+        rows: tuple[RowStepStats, ...],
+    ) -> StepStats:
+        pool = self._scheduler.cache.pool
+        return StepStats(
+            step_index=self._num_steps - 1,
+            started_at=started_at,
+            duration_nanoseconds=time.perf_counter_ns() - started,
+            propose_nanoseconds=proposed - started,
+            verify_nanoseconds=verification.verify_nanoseconds,
+            align_nanoseconds=0,
+            sample_nanoseconds=verification.sample_nanoseconds,
+            rows=rows,
+            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.running),
+            num_free_blocks=pool.num_available,
+            num_total_blocks=pool.num_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Recount everything; raises RuntimeError naming the first difference. When idle."""
+        self._scheduler.check_integrity()
+        self._drafters.check_integrity()
+
+
+def _row_stats(
+    outcome: RowOutcome, was_decoding: bool, num_emitted: int, proposal: Proposal
+) -> RowStepStats:
+    planned = outcome.planned
+    num_decode = 1 if was_decoding else 0
+    return RowStepStats(
+        request_id=planned.live.request_id,
+        num_prefill_positions=planned.num_tokens - num_decode,
+        num_decode_positions=num_decode,
+        num_draft_positions=outcome.num_drafts,
+        num_accepted_tokens=outcome.num_accepted,
+        num_emitted_tokens=num_emitted,
+        num_drafter_positions=proposal.num_positions,
+    )

@@ -1,0 +1,277 @@
+"""One target forward over all rows of a step, then the acceptance rule.
+
+A forward that raises is tried again row by row, so that the requests that cause the failure
+end and no others; nothing is committed here, so there is nothing to undo.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.acceptance import accept_by_rejection, accept_coupled
+from engine.drafter.base import Proposal
+from engine.layout.plan import ForwardRow
+from engine.live_request import LiveRequest
+from engine.model_runner import ModelRunner
+from engine.noise import Stream, gumbel_noise, noise_key, uniform_noise
+from engine.request import AcceptanceRule, TokenLogprob
+from engine.sampler import RowSampling, Sampler
+from engine.scheduler import PlannedRow
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """What a step found for one row; nothing is committed yet.
+
+    token_ids are the accepted drafts and the recovered or bonus token; empty when the row did
+    not reach its newest token. error says why the row cannot go on.
+    """
+
+    planned: PlannedRow
+    num_drafts: int
+    token_ids: tuple[int, ...] = ()
+    num_accepted: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Outcomes in the order of the plan, and where the time went."""
+
+    outcomes: list[RowOutcome]
+    verify_nanoseconds: int
+    sample_nanoseconds: int
+
+
+class Verifier:
+    """Runs the target and decides what is emitted."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        self.runner = runner
+        self.sampler = sampler
+
+    def verify(self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal]) -> Verification:
+        """proposals has one entry per planned row; empty where nothing was drafted."""
+        rows = [_forward_row(p, d) for p, d in zip(plan, proposals, strict=True)]
+        started = time.perf_counter_ns()
+        try:
+            logits = self.runner.forward(rows)
+        except Exception as error:
+            return self._verify_apart(plan, proposals, error)
+        computed = time.perf_counter_ns()
+        outcomes = self._decide(plan, proposals, logits)
+        decided = time.perf_counter_ns()
+        return Verification(outcomes, computed - started, decided - computed)
+
+    def _verify_apart(
+        self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal], error: Exception
+    ) -> Verification:
+        if len(plan) == 1:
+            message = f"{type(error).__name__}: {error}"
+            outcome = RowOutcome(plan[0], len(proposals[0].token_ids), error=message)
+            return Verification([outcome], 0, 0)
+        parts = [
+            self.verify([planned], [proposal])
+            for planned, proposal in zip(plan, proposals, strict=True)
+        ]
+        return Verification(
+            [outcome for part in parts for outcome in part.outcomes],
+            sum(part.verify_nanoseconds for part in parts),
+            sum(part.sample_nanoseconds for part in parts),
+        )
+
+    @torch.inference_mode()
+    def _decide(
+        self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal], logits: torch.Tensor
+    ) -> list[RowOutcome]:
+        outcomes: list[RowOutcome | None] = [None] * len(plan)
+        emitting: list[int] = []
+        for index, planned in enumerate(plan):
+            if planned.emits:
+                emitting.append(index)
+            else:
+                outcomes[index] = RowOutcome(planned, 0)
+        if emitting:
+            batch = [(plan[index], proposals[index]) for index in emitting]
+            for index, outcome in zip(emitting, self._accept(batch, logits), strict=True):
+                outcomes[index] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _accept(
+        self, batch: Sequence[tuple[PlannedRow, Proposal]], logits: torch.Tensor
+    ) -> list[RowOutcome]:
+        """Outcomes of rows whose logits [sum of K + 1, V] these are."""
+        sampling = [_row_sampling(planned.live, proposal) for planned, proposal in batch]
+        num_drafts = torch.tensor([len(p.token_ids) for _, p in batch], device=logits.device)
+        longest = max(len(p.token_ids) for _, p in batch)
+        token_ids, is_sound = self.sampler.draw(logits, sampling)
+        # [R, K + 1] places of each row's positions in the forward's logits
+        first = torch.cumsum(num_drafts + 1, 0) - (num_drafts + 1)
+        places = first.unsqueeze(1) + torch.arange(longest + 1, device=logits.device)
+        places = torch.minimum(places, (first + num_drafts).unsqueeze(1))
+        target_token_ids = token_ids[places]
+        drafts = torch.tensor(
+            [[*p.token_ids, *[0] * (longest - len(p.token_ids))] for _, p in batch],
+            dtype=torch.long,
+            device=logits.device,
+        ).view(len(batch), longest)
+        num_accepted = accept_coupled(target_token_ids, drafts, num_drafts)
+        next_token_ids = target_token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        if any(_uses_rejection(s) for s in sampling):
+            num_accepted, next_token_ids = self._reject(
+                batch, sampling, logits, places, drafts, num_drafts, num_accepted, next_token_ids
+            )
+        sound = is_sound[places].all(dim=1)
+        # The one copy of a step from the device: [R, 3].
+        result = torch.stack([num_accepted, next_token_ids, sound.long()], dim=1).tolist()
+        logprobs = self._logprobs(batch, sampling, logits, result)
+        outcomes = []
+        for (planned, proposal), (accepted, next_token_id, is_row_sound), row_logprobs in zip(
+            batch, result, logprobs, strict=True
+        ):
+            error = None if is_row_sound else "the model's logits are not finite"
+            emitted = (*proposal.token_ids[:accepted], next_token_id)
+            outcomes.append(
+                RowOutcome(
+                    planned,
+                    len(proposal.token_ids),
+                    () if error else emitted,
+                    0 if error else accepted,
+                    row_logprobs,
+                    error,
+                )
+            )
+        return outcomes
+
+    def _reject(
+        self,
+        batch: Sequence[tuple[PlannedRow, Proposal]],
+        sampling: Sequence[RowSampling],
+        logits: torch.Tensor,
+        places: torch.Tensor,
+        drafts: torch.Tensor,
+        num_drafts: torch.Tensor,
+        num_accepted: torch.Tensor,
+        next_token_ids: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace the coupled decision by the rejection rule in the rows that asked for it."""
+        chosen = [index for index, row in enumerate(sampling) if _uses_rejection(row)]
+        index = torch.tensor(chosen, device=logits.device)
+        rows = [sampling[i] for i in chosen]
+        positions = torch.cat([places[i, : rows[n].num_positions] for n, i in enumerate(chosen)])
+        processed = self.sampler.process(logits.index_select(0, positions), rows)
+        probs = torch.softmax(processed, dim=-1)
+        longest, vocab_size = drafts.shape[1], probs.shape[-1]
+        target_probs = probs.new_zeros(len(chosen), longest + 1, vocab_size)
+        draft_probs = probs.new_zeros(len(chosen), longest, vocab_size)
+        start = 0
+        for n, i in enumerate(chosen):
+            count = rows[n].num_positions
+            target_probs[n, :count] = probs[start : start + count]
+            start += count
+            proposal = batch[i][1]
+            if proposal.draft_probs is not None:
+                draft_probs[n, : count - 1] = proposal.draft_probs
+            elif count > 1:
+                one_hot = F.one_hot(drafts[i, : count - 1], vocab_size)
+                draft_probs[n, : count - 1] = one_hot.to(probs.dtype)
+        token_ids = torch.arange(vocab_size, device=logits.device)
+        zero = torch.zeros(1, dtype=torch.long, device=logits.device)
+        uniform = uniform_noise(_keys(rows, longest, Stream.ACCEPT), zero)
+        noise = gumbel_noise(_keys(rows, longest + 1, Stream.RECOVER), token_ids)
+        accepted, recovered = accept_by_rejection(
+            target_probs,
+            draft_probs,
+            drafts[index],
+            num_drafts[index],
+            uniform.view(len(chosen), longest),
+            noise.view(len(chosen), longest + 1, vocab_size),
+        )
+        return (
+            num_accepted.index_copy(0, index, accepted),
+            next_token_ids.index_copy(0, index, recovered),
+        )
+
+    def _logprobs(
+        self,
+        batch: Sequence[tuple[PlannedRow, Proposal]],
+        sampling: Sequence[RowSampling],
+        logits: torch.Tensor,
+        result: Sequence[Sequence[int]],
+    ) -> list[tuple[TokenLogprob, ...]]:
+        """Of the emitted tokens of the rows that asked, from the logits before any processor."""
+        found: list[tuple[TokenLogprob, ...]] = []
+        start = 0
+        for (_, proposal), row, (accepted, next_token_id, _) in zip(
+            batch, sampling, result, strict=True
+        ):
+            num_top = row.params.num_top_logprobs
+            if num_top is None:
+                found.append(())
+            else:
+                emitted = [*proposal.token_ids[:accepted], next_token_id]
+                found.append(token_logprobs(logits[start : start + accepted + 1], emitted, num_top))
+            start += row.num_positions
+        return found
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+) -> tuple[TokenLogprob, ...]:
+    """Log probabilities of token_ids under logits [T, V], with the num_top best of each place."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    index = torch.tensor(list(token_ids), device=logits.device).unsqueeze(1)
+    chosen = logprobs.gather(1, index).squeeze(1).tolist()
+    if num_top == 0:
+        return tuple(
+            TokenLogprob(token_id, logprob)
+            for token_id, logprob in zip(token_ids, chosen, strict=True)
+        )
+    best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
+    return tuple(
+        TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
+        for token_id, logprob, ids, values in zip(
+            token_ids, chosen, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    )
+
+
+def _forward_row(planned: PlannedRow, proposal: Proposal) -> ForwardRow:
+    live = planned.live
+    assert live.row is not None  # noqa: S101 - for the type checker; planned rows have one
+    token_ids = live.token_ids[planned.start : planned.start + planned.num_tokens]
+    num_logits = len(proposal.token_ids) + 1 if planned.emits else 0
+    return ForwardRow(live.row, [*token_ids, *proposal.token_ids], planned.start, num_logits)
+
+
+def _row_sampling(live: LiveRequest, proposal: Proposal) -> RowSampling:
+    stopping = live.request.stopping
+    num_positions = len(proposal.token_ids) + 1
+    return RowSampling(
+        params=live.request.sampling,
+        num_positions=num_positions,
+        first_position=live.num_tokens,
+        draft_token_ids=proposal.token_ids,
+        history=live.history,
+        num_guarded_positions=max(
+            0, min(num_positions, stopping.min_tokens - live.num_output_tokens)
+        ),
+        guarded_token_ids=live.guarded_token_ids,
+    )
+
+
+def _uses_rejection(row: RowSampling) -> bool:
+    params = row.params
+    return not params.is_greedy and params.acceptance_rule is AcceptanceRule.REJECTION
+
+
+def _keys(rows: Sequence[RowSampling], num_positions: int, stream: Stream) -> list[int]:
+    return [
+        noise_key(row.params.seed, row.first_position + offset, stream)
+        for row in rows
+        for offset in range(num_positions)
+    ]
