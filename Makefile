@@ -1,0 +1,61 @@
+# Everything runs inside $(VENV); `make demo` and `make test` build it when it is missing or old.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+EXTRAS ?= postgresql
+
+# Threads that wait for work sleep: the machine may be shared.
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-model check format protos protos-check protos-baseline constraints
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## build .venv with the tested versions
+
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Tandem needs Python 3.11 or newer as $(PYTHON); choose another with: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing the tested versions into $(VENV); the first time takes some minutes"
+	@$(PY) -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --group dev -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP) ## run the main job on a real model and check every token
+	$(PY) -m service.demo
+
+test: check ## lint, types and contracts, then all tests that need no model
+	$(PY) -m pytest -q -m "not model and not slow"
+
+test-model: $(STAMP) ## the tests that run the real model, which is pulled first
+	$(VENV)/bin/tandem models pull smollm2-135m-instruct
+	$(PY) -m pytest -q -m "model and not slow"
+
+check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(STAMP) ## sort imports and format the code
+	$(VENV)/bin/ruff check --fix-only
+	$(VENV)/bin/ruff format
+
+protos: $(STAMP) ## regenerate the stubs in service/pb
+	PYTHON=$(PY) sh protos/generate.sh
+
+protos-check: $(STAMP)
+	PYTHON=$(PY) sh protos/check.sh
+
+protos-baseline: $(STAMP) ## at a release: accept the contract as the one to stay compatible with
+	$(VENV)/bin/buf build protos --exclude-source-info -o protos/baseline.txtpb
+
+constraints: $(STAMP) ## pin what is installed now in constraints.txt
+	{ echo "# One tested set, for pip install -c. Pinned from .venv by: make constraints"; \
+	  $(PY) -m pip freeze --exclude-editable | grep == | sed 's/+[a-z0-9.]*$$//'; } > constraints.txt
