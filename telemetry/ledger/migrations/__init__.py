@@ -1,0 +1,1 @@
+"""Alembic environment and the ledger's migrations."""
