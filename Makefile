@@ -56,6 +56,11 @@ protos-check: $(STAMP)
 protos-baseline: $(STAMP) ## at a release: accept the contract as the one to stay compatible with
 	$(VENV)/bin/buf build protos --exclude-source-info -o protos/baseline.txtpb
 
-constraints: $(STAMP) ## pin what is installed now in constraints.txt
-	{ echo "# One tested set, for pip install -c. Pinned from .venv by: make constraints"; \
-	  $(PY) -m pip freeze --exclude-editable | grep == | sed 's/+[a-z0-9.]*$$//'; } > constraints.txt
+constraints: $(STAMP) ## keep the pins of constraints.txt and add those of new dependencies
+	@mkdir -p build
+	$(PY) -m pip install --quiet --dry-run --ignore-installed --report build/resolution.json \
+	  -c constraints.txt --group dev -e '.[$(EXTRAS),nvidia]'
+	@{ echo "# One tested set, for pip install -c. Extended by: make constraints"; \
+	  $(PY) -c 'import json; print(*sorted(("{name}=={version}".format_map(i["metadata"]).split("+")[0] \
+	    for i in json.load(open("build/resolution.json"))["install"] if "dir_info" not in i["download_info"]), key=str.lower), sep="\n")'; \
+	} > build/constraints.txt && mv build/constraints.txt constraints.txt
