@@ -1,0 +1,400 @@
+"""Reading the ledger: small questions through SQLAlchemy, rows through Arrow.
+
+Rows come over ADBC, which fills Arrow buffers in C and streams, so that memory does not grow
+with the ledger. Nothing is held open between questions: the ledger is append-only and every
+question is bounded by the watermark, so its answers agree without a long transaction. The
+role needs no more than SELECT.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Engine,
+    Executable,
+    Select,
+    func,
+    select,
+    type_coerce,
+)
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import InstrumentedAttribute
+
+from exports.errors import SourceError
+from telemetry.ledger.models import (
+    AuditResult,
+    CapacityInterval,
+    Drafter,
+    Model,
+    Price,
+    Request,
+    RequestAcceptance,
+    Tenant,
+    UtcInstant,
+    Variant,
+)
+from telemetry.ledger.session import LedgerSchemaError, open_ledger, require_current_schema
+
+BATCH_ROWS = 65_536
+POSTGRESQL_LAG = timedelta(minutes=2)
+
+_MICROSECONDS_PER_DAY = 86_400_000_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+REQUEST_COLUMNS = (
+    "ledger_id",
+    "model_key",
+    "drafter_key",
+    "variant_key",
+    "tenant_key",
+    "price_key",
+    "outcome",
+    "finish_reason",
+    "recorded_at",
+    "started_at",
+    "finished_at",
+    "request_id",
+    "attempt",
+    "revision",
+    "trace_id",
+    "guarantee",
+    "temperature",
+    "acceptance_rule",
+    "speculation_mode",
+    "queue_seconds",
+    "ttft_seconds",
+    "tpot_seconds",
+    "e2e_seconds",
+    "mean_step_latency_seconds",
+    "num_prompt_tokens",
+    "num_cached_prompt_tokens",
+    "num_recomputed_tokens",
+    "num_output_tokens",
+    "num_prefill_positions",
+    "num_steps",
+    "num_plain_steps",
+    "num_verify_steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_emitted_accepted_tokens",
+    "num_cut_tokens",
+    "num_drafter_positions",
+    "num_preemptions",
+    "cost_nano_usd",
+    "cost_prefill_nano_usd",
+    "cost_decode_nano_usd",
+    "cost_draft_nano_usd",
+    "cost_rejected_nano_usd",
+    "cost_drafter_nano_usd",
+    "estimated_cost_without_speculation_nano_usd",
+    "busy_nanoseconds",
+    "allocation_method",
+    "energy_microjoules",
+    "energy_source",
+)
+CAPACITY_COLUMNS = (
+    "capacity_id",
+    "model_key",
+    "price_key",
+    "started_at",
+    "finished_at",
+    "instance_id",
+    "wall_nanoseconds",
+    "busy_nanoseconds",
+    "idle_nanoseconds",
+    "lost_nanoseconds",
+    "num_steps",
+    "num_prefill_positions",
+    "num_decode_positions",
+    "num_draft_positions",
+    "num_emitted_tokens",
+    "max_num_running",
+    "max_num_waiting",
+    "cost_busy_nano_usd",
+    "cost_idle_nano_usd",
+    "cost_lost_nano_usd",
+    "energy_busy_microjoules",
+    "energy_idle_microjoules",
+    "energy_source",
+)
+AUDIT_COLUMNS = (
+    "audit_id",
+    "model_key",
+    "drafter_key",
+    "variant_key",
+    "audited_at",
+    "verdict",
+    "guarantee",
+    "num_checked_tokens",
+    "num_mismatched_tokens",
+)
+ACCEPTANCE_COLUMNS = ("request_ledger_id", "position", "num_drafted", "num_accepted")
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """The last row of each append-only table that an export covers; 0 is before the first."""
+
+    ledger_id: int = 0
+    capacity_id: int = 0
+    audit_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DayTotals:
+    """One UTC date of the ledger, summed by the database over its current rows."""
+
+    num_requests: int = 0
+    num_superseded: int = 0
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_accepted_tokens: int = 0
+    cost_nano_usd: int = 0
+
+
+class LedgerSource:
+    """An open ledger. Raises SourceError when it is missing, unreachable or of another schema."""
+
+    def __init__(self, url: str) -> None:
+        self._url = make_url(url)
+        self._is_sqlite = self._url.get_backend_name() == "sqlite"
+        if self._is_sqlite and not Path(str(self._url.database)).is_file():
+            raise SourceError(f"there is no ledger at {self._url.database}")
+        try:
+            self._engine: Engine = open_ledger(url, read_only=True)
+            require_current_schema(self._engine)
+            self._connection: Any = _arrow_connection(self._url)
+        except (SQLAlchemyError, LedgerSchemaError, ValueError, OSError) as error:
+            raise SourceError(str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+        self._engine.dispose()
+
+    @property
+    def dialect(self) -> str:
+        """sqlite or postgresql."""
+        return self._engine.dialect.name
+
+    def default_lag(self) -> timedelta:
+        """How old a row must be before it is exported, unless told otherwise.
+
+        PostgreSQL hands out numbers before transactions commit, so a younger row may still
+        get an older neighbour. SQLite has one writer at a time: its rows appear in order.
+        """
+        return timedelta(0) if self._is_sqlite else POSTGRESQL_LAG
+
+    def watermark(self, recorded_until: datetime) -> Watermark:
+        """The last rows recorded at or before an instant."""
+        return Watermark(
+            *(
+                self._scalar(select(func.max(key)).where(recorded_at <= recorded_until)) or 0
+                for key, recorded_at in (
+                    (Request.ledger_id, Request.recorded_at),
+                    (CapacityInterval.capacity_id, CapacityInterval.recorded_at),
+                    (AuditResult.audit_id, AuditResult.recorded_at),
+                )
+            )
+        )
+
+    def request_dates(self, after: int, until: int) -> set[date]:
+        """UTC dates of the requests in (after, until], and of the rows that they correct."""
+        fresh = (Request.ledger_id > after) & (Request.ledger_id <= until)
+        corrected = select(Request.supersedes_ledger_id).where(
+            fresh, Request.supersedes_ledger_id.is_not(None)
+        )
+        dates = self._column(select(Request.finished_on).where(fresh).distinct())
+        dates |= self._column(
+            select(Request.finished_on).where(Request.ledger_id.in_(corrected)).distinct()
+        )
+        return dates
+
+    def capacity_dates(self, after: int, until: int) -> set[date]:
+        """UTC dates on which capacity intervals in (after, until] begin."""
+        return self._instant_dates(
+            CapacityInterval.capacity_id, CapacityInterval.started_at, after, until
+        )
+
+    def audit_dates(self, after: int, until: int) -> set[date]:
+        """UTC dates of the audits in (after, until]."""
+        return self._instant_dates(AuditResult.audit_id, AuditResult.audited_at, after, until)
+
+    def day_counts(self, since: date, until: int) -> dict[date, int]:
+        """Current requests per UTC date from `since` on, counted by the database."""
+        counted = self._rows(
+            select(Request.finished_on, func.count())
+            .where(Request.finished_on >= since, self._is_current(until))
+            .group_by(Request.finished_on)
+        )
+        return {day: int(count) for day, count in counted}
+
+    def day_totals(self, day: date, until: int) -> DayTotals:
+        """Sums of one UTC date, to compare an export with."""
+        of_day = (Request.finished_on == day) & (Request.ledger_id <= until)
+        sums = (
+            Request.num_output_tokens,
+            Request.num_prompt_tokens,
+            Request.num_accepted_tokens,
+            Request.cost_nano_usd,
+        )
+        [row] = self._rows(
+            select(func.count(), *(func.coalesce(func.sum(column), 0) for column in sums)).where(
+                of_day, self._is_current(until)
+            )
+        )
+        num_rows = self._scalar(select(func.count()).where(of_day)) or 0
+        num_requests, *totals = (int(value) for value in row)
+        return DayTotals(num_requests, num_rows - num_requests, *totals)
+
+    def superseded_ids(self, until: int) -> list[int]:
+        """Ledger rows that a correction replaces. Corrections are rare: the list is short."""
+        statement = select(Request.supersedes_ledger_id).where(
+            Request.supersedes_ledger_id.is_not(None), Request.ledger_id <= until
+        )
+        return sorted(self._column(statement))
+
+    def request_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
+        """Requests of one UTC date in the order of the ledger, superseded rows included."""
+        columns = [getattr(Request, name) for name in REQUEST_COLUMNS]
+        statement = select(*columns).where(Request.finished_on == day, Request.ledger_id <= until)
+        yield from self._batches(statement.order_by(Request.ledger_id), columns)
+
+    def acceptance_batches(self, day: date, first: int, last: int) -> Iterator[pa.RecordBatch]:
+        """Acceptance by position of the requests first..last of one UTC date, in order."""
+        columns = [getattr(RequestAcceptance, name) for name in ACCEPTANCE_COLUMNS]
+        statement = select(*columns).where(
+            RequestAcceptance.request_ledger_id.between(first, last),
+            RequestAcceptance.finished_on == day,
+        )
+        yield from self._batches(
+            statement.order_by(RequestAcceptance.request_ledger_id, RequestAcceptance.position),
+            columns,
+        )
+
+    def capacity_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
+        """Capacity intervals that begin on one UTC date, in the order of the ledger."""
+        columns = [getattr(CapacityInterval, name) for name in CAPACITY_COLUMNS]
+        statement = select(*columns).where(
+            self._within(CapacityInterval.started_at, day), CapacityInterval.capacity_id <= until
+        )
+        yield from self._batches(statement.order_by(CapacityInterval.capacity_id), columns)
+
+    def audit_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
+        """Audits of one UTC date, in the order of the ledger."""
+        columns = [getattr(AuditResult, name) for name in AUDIT_COLUMNS]
+        statement = select(*columns).where(
+            self._within(AuditResult.audited_at, day), AuditResult.audit_id <= until
+        )
+        yield from self._batches(statement.order_by(AuditResult.audit_id), columns)
+
+    def dimension_rows(
+        self, model: type[Model | Drafter | Variant | Tenant | Price], names: tuple[str, ...]
+    ) -> list[dict[str, Any]]:
+        """All rows of a dimension in the order of their key."""
+        columns = [getattr(model, name) for name in names]
+        rows = self._rows(select(*columns).order_by(columns[0]))
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    @staticmethod
+    def _is_current(until: int) -> ColumnElement[bool]:
+        superseded = select(Request.supersedes_ledger_id).where(
+            Request.supersedes_ledger_id.is_not(None), Request.ledger_id <= until
+        )
+        return (Request.ledger_id <= until) & Request.ledger_id.not_in(superseded)
+
+    @staticmethod
+    def _within(instant: InstrumentedAttribute[datetime], day: date) -> ColumnElement[bool]:
+        begin = datetime(day.year, day.month, day.day, tzinfo=UTC)
+        return (instant >= begin) & (instant < begin + timedelta(days=1))
+
+    def _instant_dates(
+        self,
+        key: InstrumentedAttribute[int],
+        instant: InstrumentedAttribute[datetime],
+        after: int,
+        until: int,
+    ) -> set[date]:
+        fresh = (key > after) & (key <= until)
+        if self._is_sqlite:
+            days = type_coerce(instant, BigInteger) // _MICROSECONDS_PER_DAY
+            numbers = self._column(select(days).where(fresh).distinct())
+            return {(_EPOCH + timedelta(days=number)).date() for number in numbers}
+        days = func.date(func.timezone("UTC", instant))
+        return self._column(select(days).where(fresh).distinct())
+
+    def _scalar(self, statement: Executable) -> Any:
+        [[value]] = self._rows(statement)
+        return value
+
+    def _column(self, statement: Executable) -> set[Any]:
+        return {value for (value,) in self._rows(statement)}
+
+    def _rows(self, statement: Executable) -> list[Any]:
+        try:
+            with self._engine.connect() as connection:
+                return list(connection.execute(statement))
+        except SQLAlchemyError as error:
+            raise SourceError(f"the ledger cannot be read: {error}") from error
+
+    def _batches(
+        self, statement: Select[Any], columns: list[InstrumentedAttribute[Any]]
+    ) -> Iterator[pa.RecordBatch]:
+        sql = str(statement.compile(self._engine, compile_kwargs={"literal_binds": True}))
+        options = {}
+        if self._is_sqlite:
+            sql = f"{_typed_row(columns)} UNION ALL SELECT * FROM ({sql})"  # noqa: S608 - no input
+            options["adbc.sqlite.query.batch_rows"] = str(BATCH_ROWS)
+        try:
+            with self._connection.cursor(adbc_stmt_kwargs=options) as cursor:
+                cursor.execute(sql)
+                is_first = self._is_sqlite
+                for batch in cursor.fetch_record_batch():
+                    rows = batch.slice(1) if is_first else batch
+                    is_first = False
+                    if rows.num_rows:
+                        yield rows
+        except self._connection.Error as error:
+            raise SourceError(f"the ledger cannot be read: {error}") from error
+
+
+def _typed_row(columns: list[InstrumentedAttribute[Any]]) -> str:
+    # SQLite has no column types to give away: the driver takes them from the first rows, where
+    # a column may be all NULL. One row of the declared types goes ahead and is dropped again.
+    def literal(column: InstrumentedAttribute[Any]) -> str:
+        if isinstance(column.type, UtcInstant):
+            return "0"  # microseconds
+        return {int: "0", float: "0.0", str: "''"}[column.type.python_type]
+
+    return "SELECT " + ", ".join(literal(column) for column in columns)
+
+
+def _arrow_connection(url: URL) -> Any:
+    if url.get_backend_name() == "sqlite":
+        from adbc_driver_sqlite import dbapi
+
+        connection = dbapi.connect(str(url.database))
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA query_only=ON")
+            cursor.execute("PRAGMA busy_timeout=30000")
+        return connection
+    from adbc_driver_postgresql import dbapi as postgresql
+
+    return postgresql.connect(
+        url.set(drivername="postgresql").render_as_string(hide_password=False)
+    )
