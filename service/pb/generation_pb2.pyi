@@ -230,7 +230,8 @@ class GenerateRequest(_message.Message):
         """The output tokens that an earlier, broken stream of the same request has delivered. The
         server goes on after them: indices, max_tokens and text continue, and with the same seed
         and the coupled acceptance rule the tokens are those that the broken stream would have
-        brought. The seed must be given.
+        brought. The seed must be given, unless temperature is 0. Not with n > 1, stop strings,
+        presence or frequency penalties.
         """
 
     def __init__(
@@ -796,6 +797,7 @@ class Started(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     GUARANTEE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RESUMED_TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_prompt_tokens: _builtins.int
@@ -805,6 +807,10 @@ class Started(_message.Message):
     """The limit in force, after cutting to the room in the context."""
     guarantee: Global___Guarantee.ValueType
     """What the server promises about the tokens."""
+    resumed_text: _builtins.str
+    """The certain text of GenerateRequest.resume_token_ids. It replaces the text that the broken
+    stream has brought; the text of the deltas goes on after it.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Only when OutputOptions.prompt_token_ids asks for them."""
@@ -819,10 +825,11 @@ class Started(_message.Message):
         max_tokens: _builtins.int = ...,
         guarantee: Global___Guarantee.ValueType = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        resumed_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_text", b"resumed_text", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

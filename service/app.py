@@ -1,0 +1,191 @@
+"""A server: its parts, and its life from loading to the last flushed row."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from transformers import PreTrainedTokenizerBase
+
+from engine.request import FinishReason
+from engine.stats import ModelInfo, StepStats
+from service import errors
+from service.admission import Admission, AdmissionLimits
+from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
+from service.generation import GenerationLimits, Serving
+from service.health import SERVICE_NAME, HealthMonitor
+from service.interceptors import Authenticator, CallInterceptor
+from service.live_requests import LiveRequests
+from service.pb import generation_pb2_grpc as pb_grpc
+from service.prompts import PromptEncoder
+from service.servicer import GenerationServicer
+from service.settings import ServiceSettings
+from service.transport import bind, channel_options
+from telemetry.recording import Recording
+
+_log = logging.getLogger(__name__)
+_MIN_RETRY_SECONDS = 1.0
+_ENGINE_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a server is made of. build_engine runs in the engine's thread and may be slow;
+    open_recording is called once the model is known."""
+
+    build_engine: Callable[[], Engine]
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    open_recording: Callable[[ModelInfo], Recording]
+    authenticator: Authenticator
+
+
+class Server:
+    """Listens while it loads, answers UNAVAILABLE until the engine is warm, then serves.
+
+    Made on the event loop. `failed` is set when the engine has raised: nothing is served any
+    more and the process should end with an error.
+    """
+
+    def __init__(self, settings: ServiceSettings, parts: Parts, model_name: str) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._model_name = model_name
+        self._serving: Serving | None = None
+        self._recording: Recording | None = None
+        self._is_draining = False
+        self.failed = asyncio.Event()
+        self._live = LiveRequests(self._observe, self._cancel)
+        self._engine = EngineThread(
+            parts.build_engine, self._live.deliver, self._fail, self._record_step
+        )
+        self._health = HealthMonitor(
+            self._is_healthy, interval_seconds=min(1.0, settings.stall_seconds / 4)
+        )
+        self._grpc = aio.server(
+            interceptors=(CallInterceptor(parts.authenticator),),
+            options=channel_options(settings),
+        )
+        self.port = 0
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._live)
+
+    def serving(self) -> Serving:
+        """Raises UNAVAILABLE while loading and after a failure."""
+        if self.failed.is_set():
+            raise errors.unavailable("the engine has failed", _MIN_RETRY_SECONDS)
+        if self._serving is None:
+            raise errors.unavailable("the model is being loaded", _MIN_RETRY_SECONDS)
+        return self._serving
+
+    def check_open(self) -> None:
+        """Raises UNAVAILABLE while draining."""
+        if self._is_draining:
+            raise errors.unavailable("the server is shutting down", _MIN_RETRY_SECONDS)
+
+    async def listen(self) -> None:
+        """Take the port; `port` is the one in use. Raises OSError when it is taken."""
+        pb_grpc.add_GenerationServiceServicer_to_server(
+            GenerationServicer(self, self._settings), self._grpc
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
+        if self._settings.reflection:
+            reflection.enable_server_reflection(
+                (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._grpc
+            )
+        self.port = bind(self._grpc, self._settings)
+        await self._health.start()
+        await self._grpc.start()
+
+    async def load(self) -> None:
+        """Load and warm the engine, then serve. Raises what loading raises."""
+        tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)
+        info = await self._engine.start()
+        self._recording = self._parts.open_recording(info)
+        self._serving = Serving(
+            info=info,
+            model_name=self._model_name,
+            tokenizer=tokenizer,
+            encoder=PromptEncoder(tokenizer, self._settings.max_prompt_bytes),
+            engine=self._engine,
+            live=self._live,
+            admission=self._admission(),
+            recording=self._recording,
+            limits=GenerationLimits(
+                max_tokens=self._settings.max_tokens,
+                max_draft_tokens=self._settings.max_draft_tokens,
+                max_unread_messages=self._settings.max_unread_messages,
+            ),
+            gate=self,
+        )
+        await self._health.update()
+
+    def _admission(self) -> Admission:
+        return Admission(
+            AdmissionLimits(
+                num_rows=self._settings.max_num_rows,
+                max_waiting_requests=self._settings.max_waiting_requests,
+                max_waiting_tokens=self._settings.max_waiting_tokens,
+            )
+        )
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Refuse new requests, let live ones finish within the grace period, flush, end."""
+        self._is_draining = True
+        await self._health.close()
+        await self._drain(grace_seconds)
+        await self._grpc.stop(None)
+        await self._wait_empty(_ENGINE_STOP_SECONDS)
+        if not await self._engine.stop(_ENGINE_STOP_SECONDS):
+            _log.error("the engine did not leave its step")
+        self._live.fail_all(EngineGoneError("the server has stopped"))
+        if self._serving is not None:
+            self._serving.encoder.close()
+        if self._recording is not None:
+            await asyncio.to_thread(self._recording.close)
+
+    async def _drain(self, grace_seconds: float) -> None:
+        if self.failed.is_set():
+            return
+        await self._wait_empty(grace_seconds)
+
+    async def _wait_empty(self, seconds: float) -> None:
+        if self._engine.state is not EngineState.RUNNING:
+            return
+        try:
+            await asyncio.wait_for(self._live.wait_until_empty(), seconds)
+        except TimeoutError:
+            _log.warning("%d requests are still live", len(self._live))
+
+    def _observe(self, stats: StepStats) -> None:
+        if self._serving is not None:
+            num_positions = sum(row.num_positions for row in stats.rows)
+            self._serving.admission.observe(num_positions, stats.duration_nanoseconds / 1e9)
+
+    def _cancel(self, request_id: str, reason: FinishReason) -> None:
+        self._engine.cancel(request_id, reason)
+
+    def _record_step(self, stats: StepStats) -> None:
+        if self._recording is not None:
+            self._recording.on_step(stats)
+
+    def _fail(self, error: Exception) -> None:
+        _log.critical("the engine has failed", exc_info=error)
+        self.failed.set()
+        self._live.fail_all(EngineGoneError("the engine has failed"))
+
+    def _is_healthy(self) -> bool:
+        return (
+            self._serving is not None
+            and not self._is_draining
+            and self._engine.state is EngineState.RUNNING
+            and self._engine.seconds_in_step() < self._settings.stall_seconds
+        )

@@ -1,0 +1,226 @@
+"""The bridge between the event loop and the engine, which runs in one thread of its own.
+
+Commands go in through an inbox that is read between steps; each step's output comes back with
+one wake-up of the loop. The engine never waits for the loop, and the loop never for the engine.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from engine.request import FinishReason, GenerationRequest
+from engine.stats import EngineLoad, ModelInfo, StepStats
+from engine.step import StepOutput
+
+
+class Engine(Protocol):
+    """What the bridge needs of engine.engine.Engine; every method is called from its thread."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    def submit(self, request: GenerationRequest) -> None: ...
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None: ...
+    def step(self) -> StepOutput: ...
+    def has_work(self) -> bool: ...
+    def load(self) -> EngineLoad: ...
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class EngineGoneError(RuntimeError):
+    """The engine has stopped or failed, so a request cannot be handed to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: GenerationRequest
+    accepted: "asyncio.Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+    reason: FinishReason
+
+
+class EngineThread:
+    """Builds an engine in a thread and runs it there until stopped.
+
+    on_output is called on the event loop, once per step that produced something. on_failure is
+    called there when the engine raises; no output follows. All methods belong to the event loop.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        on_output: Callable[[StepOutput], None],
+        on_failure: Callable[[Exception], None],
+        on_step: Callable[[StepStats], None],
+    ) -> None:
+        self._build = build
+        self._on_step = on_step
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._inbox: deque[_Submit | _Cancel] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._step_started_at: float | None = None
+        self._load: EngineLoad | None = None
+        self._state = EngineState.LOADING
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[ModelInfo] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """As of the last step; None while loading."""
+        return self._load
+
+    def seconds_in_step(self) -> float:
+        """How long the current step has been running; 0 between steps."""
+        started_at = self._step_started_at
+        return 0.0 if started_at is None else time.monotonic() - started_at
+
+    async def start(self) -> ModelInfo:
+        """Load the engine. Raises what its construction raises."""
+        self._thread.start()
+        return await asyncio.shield(self._loaded)
+
+    def submit(self, request: GenerationRequest) -> "asyncio.Future[None]":
+        """Hand over a request; the future is done when the engine has taken it.
+
+        The future fails with RequestError when the engine refuses it, with EngineGoneError when
+        the engine ends before. Raises EngineGoneError when it has ended already.
+        """
+        if self._state is not EngineState.RUNNING or self._stopping:
+            raise EngineGoneError("the engine is not running")
+        accepted: asyncio.Future[None] = self._loop.create_future()
+        self._post(_Submit(request, accepted))
+        return accepted
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Takes effect before the next step; unknown ids are ignored."""
+        self._post(_Cancel(request_id, reason))
+
+    async def stop(self, timeout_seconds: float) -> bool:
+        """Leave after the current step; False when it did not end in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _post(self, command: _Submit | _Cancel) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # From here on: the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+            self._load = engine.load()
+        except Exception as error:
+            self._state = EngineState.FAILED
+            self._call(self._report_load_failure, error)
+            return
+        self._state = EngineState.RUNNING
+        self._call(self._report_loaded, engine.info)
+        try:
+            while self._wait_for_work(engine):
+                self._turn(engine)
+        except Exception as error:
+            self._state = EngineState.FAILED
+            self._call(self._report_failure, error)
+        else:
+            self._state = EngineState.STOPPED
+            self._call(self._refuse_inbox, EngineGoneError("the engine has stopped"))
+
+    def _wait_for_work(self, engine: Engine) -> bool:
+        with self._wake:
+            while not (self._stopping or self._inbox or engine.has_work()):
+                self._wake.wait()
+            return not self._stopping
+
+    def _turn(self, engine: Engine) -> None:
+        self._step_started_at = time.monotonic()
+        try:
+            self._read_inbox(engine)
+            if not engine.has_work():
+                return
+            output = engine.step()
+            if output.stats is not None:
+                self._on_step(output.stats)
+            self._load = engine.load()
+        finally:
+            self._step_started_at = None
+        if output.deltas or output.finished or output.stats is not None:
+            self._call(self._on_output, output)
+
+    def _read_inbox(self, engine: Engine) -> None:
+        answers: list[tuple[asyncio.Future[None], Exception | None]] = []
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, _Cancel):
+                engine.cancel(command.request_id, command.reason)
+                continue
+            try:
+                engine.submit(command.request)
+            except ValueError as error:  # RequestError: this request alone is at fault
+                answers.append((command.accepted, error))
+            else:
+                answers.append((command.accepted, None))
+        if answers:
+            self._call(_answer, answers)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # The loop is gone, and whoever listened with it.
+
+    # Called on the loop by the thread.
+
+    def _report_loaded(self, info: ModelInfo) -> None:
+        self._loaded.set_result(info)
+
+    def _report_load_failure(self, error: Exception) -> None:
+        self._loaded.set_exception(error)
+
+    def _report_failure(self, error: Exception) -> None:
+        self._refuse_inbox(EngineGoneError("the engine has failed"))
+        self._on_failure(error)
+
+    def _refuse_inbox(self, error: Exception) -> None:
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, _Submit):
+                _answer([(command.accepted, error)])
+
+
+def _answer(answers: list[tuple["asyncio.Future[None]", Exception | None]]) -> None:
+    for accepted, error in answers:
+        if accepted.done():  # the caller has gone
+            continue
+        if error is None:
+            accepted.set_result(None)
+        else:
+            accepted.set_exception(error)

@@ -1,0 +1,435 @@
+"""One call from the order to the last event: encode, admit, hand to the engine, stream, record."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from engine.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    SpeculationMode,
+    validate_against_model,
+)
+from engine.stats import ModelInfo, RequestStats
+from service import errors
+from service.admission import Admission, DeadlineRefusedError, RefusedError, TenantQuota, Ticket
+from service.engine_thread import EngineGoneError, EngineThread
+from service.live_requests import Arrival, ArrivalQueue, LiveRequests, ReaderTooSlowError
+from service.orders import Charge, Choice, Delta, Event, Finished, GenerationOrder, Started
+from service.output_text import OutputText
+from service.prompts import PromptEncoder
+from telemetry.recording import OpenRequest, Recording
+from telemetry.tracing import CallSpan, start_request_trace
+
+_MAX_SEED = 2**63
+_STATUS_OF_REASON = {
+    FinishReason.CANCELLED: "CANCELLED",
+    FinishReason.DEADLINE: "DEADLINE_EXCEEDED",
+    FinishReason.ERROR: "INTERNAL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, and until when the answer is wanted. deadline_at is a monotonic instant."""
+
+    tenant: str
+    quota: TenantQuota
+    deadline_at: float
+    call: CallSpan
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationLimits:
+    max_tokens: int
+    max_draft_tokens: int
+    max_unread_messages: int
+
+
+class Gate(Protocol):
+    """Raises the ServiceError for a request that comes while none is taken."""
+
+    def check_open(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What every call needs, for the life of a server."""
+
+    info: ModelInfo
+    model_name: str
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    engine: EngineThread
+    live: LiveRequests
+    admission: Admission
+    recording: Recording
+    limits: GenerationLimits
+    gate: Gate
+
+    def check_model(self, model: str) -> None:
+        """Raises NOT_FOUND for a model other than the loaded one; "" is the loaded one."""
+        if model and model != self.model_name:
+            raise errors.model_not_found(model, self.model_name)
+
+
+async def generate(
+    serving: Serving, order: GenerationOrder, caller: Caller
+) -> AsyncGenerator[Event]:
+    """Started, deltas, Finished. Raises ServiceError or RequestError; closing it early frees
+    the rows within one step."""
+    run = await _admit(serving, order, caller)
+    try:
+        await run.submit()
+        yield run.started()
+        while not run.is_complete:
+            yield await run.next_delta()
+        yield run.finished()
+    finally:
+        run.leave()
+
+
+async def _admit(serving: Serving, order: GenerationOrder, caller: Caller) -> "_Run":
+    """Everything that can refuse a request before the engine hears of it."""
+    num_prompt_tokens = 0
+    try:
+        serving.gate.check_open()
+        serving.check_model(order.model)
+        prompt_token_ids = await serving.encoder.encode(order.prompt)
+        num_prompt_tokens = len(prompt_token_ids)
+        requests = _requests_of(serving, order, caller, prompt_token_ids)
+        for request in requests:
+            if request.request_id in serving.live:
+                raise errors.already_live(order.request_id)
+        ticket = _take_place(serving, caller, requests)
+    except Exception as error:
+        failure = errors.as_service_error(error)
+        record_refusal(
+            serving.recording, failure, order.request_id, order.labels, caller, num_prompt_tokens
+        )
+        raise
+    return _Run(serving, order, caller, requests, num_prompt_tokens, ticket)
+
+
+def record_refusal(
+    recording: Recording,
+    failure: errors.ServiceError,
+    request_id: str,
+    labels: tuple[tuple[str, str], ...] | Mapping[str, str],
+    caller: Caller,
+    num_prompt_tokens: int = 0,
+) -> None:
+    """A ledger row for a call that never reached the engine."""
+    recording.on_refused(
+        request_id,
+        status_code=failure.code.name,
+        reason=failure.code.name.lower(),
+        error=failure.message,
+        tenant=caller.tenant,
+        labels=dict(labels),
+        num_prompt_tokens=num_prompt_tokens,
+        trace_id=caller.call.trace_id,
+    )
+
+
+def _requests_of(
+    serving: Serving,
+    order: GenerationOrder,
+    caller: Caller,
+    prompt_token_ids: tuple[int, ...],
+) -> tuple[GenerationRequest, ...]:
+    """One engine request per completion, checked against the model."""
+    _check_limits(serving, order)
+    num_resumed = len(order.resume_token_ids)
+    stopping = replace(
+        order.stopping,
+        max_tokens=order.stopping.max_tokens - num_resumed,
+        min_tokens=max(0, order.stopping.min_tokens - num_resumed),
+    )
+    first_seed = secrets.randbelow(_MAX_SEED) if order.seed is None else order.seed
+    arrived_at = time.monotonic()
+    requests = tuple(
+        GenerationRequest(
+            request_id=order.request_id if index == 0 else f"{order.request_id}#{index}",
+            prompt_token_ids=prompt_token_ids + order.resume_token_ids,
+            sampling=replace(order.sampling, seed=(first_seed + index) % _MAX_SEED),
+            stopping=stopping,
+            speculation=order.speculation,
+            priority=order.priority,
+            tenant=caller.tenant,
+            arrived_at=arrived_at,
+        )
+        for index in range(order.num_completions)
+    )
+    if not prompt_token_ids:
+        raise RequestError("prompt", "must contain at least one token")
+    validate_against_model(requests[0], serving.info.vocab_size, serving.info.max_model_tokens)
+    eos_token_ids = () if order.stopping.ignore_eos else serving.info.eos_token_ids
+    if order.resume_token_ids and order.resume_token_ids[-1] in eos_token_ids:
+        raise RequestError("resume_token_ids", "already ends with an end-of-sequence token")
+    return requests
+
+
+def _check_limits(serving: Serving, order: GenerationOrder) -> None:
+    if order.stopping.max_tokens > serving.limits.max_tokens:
+        raise RequestError(
+            "stopping.max_tokens",
+            f"must be at most {serving.limits.max_tokens}, got {order.stopping.max_tokens}",
+        )
+    wanted = order.speculation
+    if wanted.mode is SpeculationMode.ON and not serving.info.drafters:
+        raise errors.speculation_impossible("this server has no drafter")
+    if wanted.drafter is not None and wanted.drafter not in serving.info.drafters:
+        raise RequestError(
+            "speculation.drafter",
+            f"unknown drafter {wanted.drafter!r}; this server has {list(serving.info.drafters)}",
+        )
+    max_draft_tokens = serving.limits.max_draft_tokens
+    if wanted.max_draft_tokens is not None and wanted.max_draft_tokens > max_draft_tokens:
+        raise RequestError(
+            "speculation.max_draft_tokens",
+            f"must be at most {max_draft_tokens}, got {wanted.max_draft_tokens}",
+        )
+
+
+def _num_tokens(serving: Serving, request: GenerationRequest) -> int:
+    """Prompt plus the most that can be output."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    room = serving.info.max_model_tokens - num_prompt_tokens
+    return num_prompt_tokens + min(request.stopping.max_tokens, room)
+
+
+def _take_place(
+    serving: Serving, caller: Caller, requests: tuple[GenerationRequest, ...]
+) -> Ticket:
+    now = time.monotonic()
+    try:
+        return serving.admission.admit(
+            caller.tenant,
+            caller.quota,
+            len(requests),
+            sum(_num_tokens(serving, request) for request in requests),
+            now,
+            caller.deadline_at - now,
+        )
+    except RefusedError as error:
+        raise errors.exhausted(error.subject, error.reason, error.retry_after_seconds) from error
+    except DeadlineRefusedError as error:
+        raise errors.deadline_exceeded(str(error)) from error
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One completion of a run; the owner of its engine request."""
+
+    run: "_Run"
+    index: int
+    request: GenerationRequest
+    open_request: OpenRequest
+    text: OutputText
+    is_live: bool = True
+    is_handed_over: bool = False
+    choice: Choice | None = None
+
+    @property
+    def queue(self) -> ArrivalQueue:
+        return self.run.queue
+
+    def ended(self, stats: RequestStats) -> Charge:
+        self.is_live = False
+        status_code = (
+            "RESOURCE_EXHAUSTED"
+            if self.queue.has_overflowed
+            else _STATUS_OF_REASON.get(stats.finish_reason, "OK")
+        )
+        done = self.run.serving.recording.on_finished(
+            self.open_request, stats, status_code=status_code
+        )
+        self.run.release(stats.num_prompt_tokens + stats.num_output_tokens)
+        return Charge(done.cost.cost_nano_usd, done.cost.energy_microjoules)
+
+    def lost(self, error: str) -> None:
+        self.is_live = False
+        self.run.serving.recording.on_lost(self.open_request, status_code="ABORTED", error=error)
+        self.run.release(0)
+
+
+class _Run:
+    """The state of one call while it streams."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        order: GenerationOrder,
+        caller: Caller,
+        requests: tuple[GenerationRequest, ...],
+        num_prompt_tokens: int,
+        ticket: Ticket,
+    ) -> None:
+        self.serving = serving
+        self.queue = ArrivalQueue(serving.limits.max_unread_messages)
+        self._order = order
+        self._caller = caller
+        self._num_prompt_tokens = num_prompt_tokens
+        self._ticket = ticket
+        self._num_unreleased = len(requests)
+        self._num_used_tokens = 0
+        self._completions = {
+            request.request_id: self._begin(index, request)
+            for index, request in enumerate(requests)
+        }
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(
+            max(0.0, caller.deadline_at - time.monotonic()), self._end_at_deadline
+        )
+
+    def _begin(self, index: int, request: GenerationRequest) -> _Completion:
+        trace = start_request_trace(self._caller.call, self.serving.model_name)
+        open_request = self.serving.recording.begin(
+            request, labels=dict(self._order.labels), variant="", trace=trace
+        )
+        text = OutputText(self.serving.tokenizer, is_given=bool(request.stopping.stop_strings))
+        completion = _Completion(self, index, request, open_request, text)
+        self.serving.live.add(request.request_id, completion)
+        return completion
+
+    async def submit(self) -> None:
+        """Hand every completion to the engine. Raises what the engine refuses."""
+        for completion in self._completions.values():
+            try:
+                accepted = self.serving.engine.submit(completion.request)
+                completion.is_handed_over = True
+                accepted.add_done_callback(partial(self._answered, completion))
+                await asyncio.shield(accepted)
+            except EngineGoneError as error:
+                raise errors.unavailable(str(error), retry_after_seconds=1.0) from error
+
+    def _answered(self, completion: _Completion, accepted: "asyncio.Future[None]") -> None:
+        """Called even when the client has gone in the meantime."""
+        error = accepted.exception()
+        if error is not None:
+            self._forget(completion, "INVALID_ARGUMENT", str(error))
+
+    def _forget(self, completion: _Completion, status_code: str, error: str) -> None:
+        """The engine does not have this completion and will never report its end."""
+        if not completion.is_live:
+            return
+        self.serving.live.discard(completion.request.request_id)
+        completion.is_live = False
+        self.serving.recording.on_lost(
+            completion.open_request, status_code=status_code, error=error
+        )
+        self.release(0)
+
+    def started(self) -> Started:
+        order, request = self._order, next(iter(self._completions.values())).request
+        resumed_text = ""
+        if order.resume_token_ids:
+            resumed_text = self._completions[request.request_id].text.resume(order.resume_token_ids)
+        return Started(
+            request_id=order.request_id,
+            model=self.serving.model_name,
+            num_prompt_tokens=self._num_prompt_tokens,
+            seed=request.sampling.seed,
+            max_tokens=min(
+                order.stopping.max_tokens,
+                self.serving.info.max_model_tokens - self._num_prompt_tokens,
+            ),
+            guarantee=self.serving.info.guarantee,
+            prompt_token_ids=(
+                request.prompt_token_ids[: self._num_prompt_tokens]
+                if order.wants_prompt_token_ids
+                else ()
+            ),
+            resumed_text=resumed_text,
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return all(completion.choice is not None for completion in self._completions.values())
+
+    async def next_delta(self) -> Delta:
+        """Waits for the engine. Raises when this run has ended otherwise than by finishing."""
+        try:
+            arrival = await self.queue.get()
+        except ReaderTooSlowError as error:
+            raise errors.client_too_slow(self.serving.limits.max_unread_messages) from error
+        except EngineGoneError as error:
+            raise errors.engine_lost("the engine stopped; start the request again") from error
+        return self._read(arrival)
+
+    def _read(self, arrival: Arrival) -> Delta:
+        delta, ending = arrival.delta, arrival.ending
+        completion = self._completions[delta.request_id]
+        num_resumed = len(self._order.resume_token_ids)
+        if ending is not None:
+            self._check_ending(ending.stats)
+            completion.choice = Choice(
+                choice_index=completion.index,
+                stats=ending.stats,
+                charge=ending.charge,
+                num_output_tokens=num_resumed + ending.stats.num_output_tokens,
+                stop_token_id=delta.stop_token_id,
+                stop_string=delta.stop_string,
+            )
+        return Delta(
+            choice_index=completion.index,
+            first_token_index=num_resumed + delta.first_token_index,
+            token_ids=delta.token_ids,
+            text=completion.text.push(delta),
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+        )
+
+    def _check_ending(self, stats: RequestStats) -> None:
+        match stats.finish_reason:
+            case FinishReason.CANCELLED:
+                raise errors.cancelled("the request was cancelled")
+            case FinishReason.DEADLINE:
+                raise errors.deadline_exceeded("the deadline has passed")
+            case FinishReason.ERROR:
+                raise errors.internal(f"the engine failed on this request: {stats.error}")
+
+    def finished(self) -> Finished:
+        return Finished(
+            self._num_prompt_tokens,
+            tuple(
+                completion.choice
+                for completion in self._completions.values()
+                if completion.choice is not None
+            ),
+        )
+
+    def _end_at_deadline(self) -> None:
+        self._cancel(FinishReason.DEADLINE)
+        self.queue.fail(errors.deadline_exceeded("the deadline has passed"))
+
+    def leave(self) -> None:
+        """The client's side is over: what still runs is ended."""
+        self._deadline.cancel()
+        has_passed = time.monotonic() >= self._caller.deadline_at
+        self._cancel(FinishReason.DEADLINE if has_passed else FinishReason.CANCELLED)
+        for completion in self._completions.values():
+            if not completion.is_handed_over:
+                self._forget(completion, "CANCELLED", "ended before the engine had it")
+
+    def _cancel(self, reason: FinishReason) -> None:
+        for completion in self._completions.values():
+            if completion.is_live and completion.is_handed_over:
+                self.serving.engine.cancel(completion.request.request_id, reason)
+
+    def release(self, num_used_tokens: int) -> None:
+        """A completion has ended; the last one gives the place back."""
+        self._num_used_tokens += num_used_tokens
+        self._num_unreleased -= 1
+        if self._num_unreleased == 0:
+            self.serving.admission.release(
+                self._ticket, self._num_used_tokens, time.monotonic(), self._caller.quota
+            )

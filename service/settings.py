@@ -1,0 +1,123 @@
+"""The server's settings: environment variables with the prefix TANDEM_, or arguments.
+
+Durations are in seconds and sizes in bytes unless the name says otherwise.
+"""
+
+import ipaddress
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from engine.config import Dtype, EngineConfig, LayoutName, Numerics, SpeculationConfig
+
+
+class ServiceSettings(BaseSettings):
+    """Everything that `tandem serve` needs. Wrong values are refused at start, by name."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_", frozen=True, extra="forbid")
+
+    # Model
+    target: str = "smollm2-135m-instruct"
+    model_name: str = ""  # what clients call it; empty: as the target was named
+    draft: str | None = None
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    num_threads: int | None = Field(default=None, ge=1)
+    max_model_tokens: int | None = Field(default=None, ge=8)
+    max_num_rows: int = Field(default=16, ge=1)
+    max_step_tokens: int = Field(default=512, ge=8)
+    numerics: Numerics = "auto"
+    kv_cache_memory: float = Field(default=0.5, gt=0)
+    layout: LayoutName = "ragged"
+    drafters: tuple[str, ...] = ("prompt_lookup",)
+    max_draft_tokens: int = Field(default=4, ge=0, le=64)
+
+    # Listening
+    host: str = "127.0.0.1"
+    port: int = Field(default=50051, ge=0, le=65535)  # 0: a free one
+    reflection: bool = False
+    allow_insecure: bool = False  # plain text beyond loopback
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # given: clients must show a certificate
+
+    # Bounds of a request
+    max_request_bytes: int = Field(default=4 * 2**20, ge=1024)
+    max_metadata_bytes: int = Field(default=16 * 1024, ge=1024)
+    max_prompt_bytes: int = Field(default=2 * 2**20, ge=1)
+    default_max_tokens: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=1_000_000, ge=1)
+    max_completions: int = Field(default=8, ge=1, le=64)
+    max_deadline_seconds: float = Field(default=3600, gt=0)
+
+    # Admission
+    max_waiting_requests: int = Field(default=256, ge=0)
+    max_waiting_tokens: int = Field(default=2_000_000, ge=0)
+    max_unread_messages: int = Field(default=1024, ge=1)
+
+    # Transport
+    max_concurrent_streams: int = Field(default=1000, ge=1)
+    keepalive_seconds: float = Field(default=30, gt=0)
+    keepalive_timeout_seconds: float = Field(default=10, gt=0)
+
+    # Lifecycle
+    grace_seconds: float = Field(default=30, ge=0)
+    stall_seconds: float = Field(default=30, gt=0)  # a step that takes longer is a hang
+
+    # Telemetry
+    ledger_url: str | None = None  # None: SQLite under `home`
+    otlp_endpoint: str | None = None
+    price_per_hour_usd: float = Field(default=1.0, ge=0)
+    home: Path = Path("~/.cache/tandem")
+
+    @model_validator(mode="after")
+    def _check_listening(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        if self.tls_certificate is None and not (self.allow_insecure or is_loopback(self.host)):
+            raise ValueError(
+                f"host: {self.host} is not loopback, and without tls_certificate everything "
+                "would travel in plain text; set allow_insecure to do it all the same"
+            )
+        return self
+
+    @property
+    def address(self) -> str:
+        """host:port as gRPC writes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def engine_config(self, target: str, draft: str | None) -> EngineConfig:
+        """The engine's part; target and draft are folders or hub ids, already resolved."""
+        drafters = self.drafters
+        if draft is not None and "draft_model" not in drafters:
+            drafters = (*drafters, "draft_model")
+        return EngineConfig(
+            target=target,
+            dtype=self.dtype,
+            device=self.device,
+            num_threads=self.num_threads,
+            max_model_tokens=self.max_model_tokens,
+            max_num_rows=self.max_num_rows,
+            max_step_tokens=self.max_step_tokens,
+            numerics=self.numerics,
+            kv_cache_memory=self.kv_cache_memory,
+            layout=self.layout,
+            speculation=SpeculationConfig(
+                drafters=drafters, draft_model=draft, max_draft_tokens=self.max_draft_tokens
+            ),
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a socket bound to host can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
