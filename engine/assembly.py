@@ -23,6 +23,8 @@ from engine.stats import ModelInfo
 from engine.verifier import Verifier
 
 _CUDA_BLOCK_SIZE = 16
+_PROBE_ROWS = 4
+_PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,11 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
     caches = _make_caches(config, examined, max_tokens)
     padding = NO_PADDING if config.numerics == "fast" else INVARIANT_PADDING
-    runners = [
+    made = [
         _make_runner(model, cache, padding) for model, cache in zip(examined, caches, strict=True)
     ]
-    guarantee = probe_guarantee(runners[0])
+    runners = [runner for runner, _ in made]
+    guarantee = made[0][1]
     numerics = config.numerics
     if numerics == "auto":
         numerics = "invariant" if guarantee == "bit_exact" else "fast"
@@ -109,10 +112,22 @@ def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
     return _Examined(loaded, shape, logits, token_ids)
 
 
-def _make_runner(examined: _Examined, cache: KVCache, padding: Padding) -> ModelRunner:
-    runner = ModelRunner(examined.loaded.model, cache, padding)
+def _make_runner(examined: _Examined, cache: KVCache, padding: Padding) -> tuple[ModelRunner, str]:
+    """A runner over `cache` and its measured guarantee; the probes use a cache of their own."""
+    size = cache.block_size
+    most_tokens = min(cache.max_tokens, max(_PROBE_TOKENS, len(examined.token_ids) + 1))
+    scratch = KVCache(
+        examined.shape,
+        max_num_rows=_PROBE_ROWS,
+        max_tokens=most_tokens,
+        num_blocks=_PROBE_ROWS * -(-most_tokens // size),
+        block_size=None if cache.is_contiguous else size,
+    )
+    runner = ModelRunner(examined.loaded.model, scratch, padding)
     check_agreement(examined.loaded.name, runner, examined.logits, examined.token_ids)
-    return runner
+    guarantee = probe_guarantee(runner)
+    runner.cache = cache
+    return runner, guarantee
 
 
 def _make_caches(config: EngineConfig, examined: list[_Examined], max_tokens: int) -> list[KVCache]:

@@ -63,8 +63,9 @@ class LiveRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Only the newest token is still to compute."""
-        return self.num_computed_tokens == len(self.token_ids) - 1
+        """Only the newest token is still to compute, and it is not the prompt's last."""
+        num_tokens = len(self.token_ids)
+        return self.num_computed_tokens == num_tokens - 1 and num_tokens > self.num_prompt_tokens
 
     @property
     def speculates(self) -> bool:
