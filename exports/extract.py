@@ -137,6 +137,7 @@ AUDIT_COLUMNS = (
     "num_mismatched_tokens",
 )
 ACCEPTANCE_COLUMNS = ("request_ledger_id", "position", "num_drafted", "num_accepted")
+ACCEPTANCE_SCHEMA = pa.schema([(name, pa.int64()) for name in ACCEPTANCE_COLUMNS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,8 @@ class LedgerSource:
             self._engine: Engine = open_ledger(url, read_only=True)
             require_current_schema(self._engine)
             self._connection: Any = _arrow_connection(self._url)
+            # A connection streams one answer at a time, and acceptance is read while requests are.
+            self._second_connection: Any = _arrow_connection(self._url)
         except (SQLAlchemyError, LedgerSchemaError, ValueError, OSError) as error:
             raise SourceError(str(error)) from error
 
@@ -185,6 +188,7 @@ class LedgerSource:
         traceback: TracebackType | None,
     ) -> None:
         self._connection.close()
+        self._second_connection.close()
         self._engine.dispose()
 
     @property
@@ -282,10 +286,10 @@ class LedgerSource:
             RequestAcceptance.request_ledger_id.between(first, last),
             RequestAcceptance.finished_on == day,
         )
-        yield from self._batches(
-            statement.order_by(RequestAcceptance.request_ledger_id, RequestAcceptance.position),
-            columns,
+        statement = statement.order_by(
+            RequestAcceptance.request_ledger_id, RequestAcceptance.position
         )
+        yield from self._batches(statement, columns, self._second_connection)
 
     def capacity_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
         """Capacity intervals that begin on one UTC date, in the order of the ledger."""
@@ -353,23 +357,28 @@ class LedgerSource:
             raise SourceError(f"the ledger cannot be read: {error}") from error
 
     def _batches(
-        self, statement: Select[Any], columns: list[InstrumentedAttribute[Any]]
+        self,
+        statement: Select[Any],
+        columns: list[InstrumentedAttribute[Any]],
+        connection: Any = None,
     ) -> Iterator[pa.RecordBatch]:
+        connection = connection or self._connection
         sql = str(statement.compile(self._engine, compile_kwargs={"literal_binds": True}))
+        names = [column.key for column in columns]
         options = {}
         if self._is_sqlite:
             sql = f"{_typed_row(columns)} UNION ALL SELECT * FROM ({sql})"  # noqa: S608 - no input
             options["adbc.sqlite.query.batch_rows"] = str(BATCH_ROWS)
         try:
-            with self._connection.cursor(adbc_stmt_kwargs=options) as cursor:
+            with connection.cursor(adbc_stmt_kwargs=options) as cursor:
                 cursor.execute(sql)
                 is_first = self._is_sqlite
                 for batch in cursor.fetch_record_batch():
                     rows = batch.slice(1) if is_first else batch
                     is_first = False
                     if rows.num_rows:
-                        yield rows
-        except self._connection.Error as error:
+                        yield pa.RecordBatch.from_arrays(rows.columns, names)
+        except connection.Error as error:
             raise SourceError(f"the ledger cannot be read: {error}") from error
 
 

@@ -351,7 +351,7 @@ DIM_DRAFTER = Table(
     "What proposed the draft tokens.",
     (
         Column("drafter_key", pa.int64(), "key", "Key of the ledger."),
-        _text("drafter", "Name; none for requests that never drafted."),
+        _text("drafter", "Name; the unknown member stands for requests that never drafted."),
         _text("fingerprint", "Hash of its weights; empty without weights."),
     ),
 )

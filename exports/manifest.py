@@ -1,0 +1,163 @@
+"""The manifest: which files are the tables now. Replacing it is the moment of publication.
+
+A reader reads `manifest.json` and the files it lists, and nothing else at the target; so it
+sees one complete version of all tables, whatever an export is doing meanwhile.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, date, datetime
+from typing import Any
+
+from exports.errors import TargetError
+from exports.extract import Watermark
+from exports.schemas import SCHEMA_VERSION, TABLES
+from exports.storage import Target
+
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A published file. `day` is None for a dimension; `path` is relative to the root."""
+
+    path: str
+    num_rows: int
+    num_bytes: int
+    sha256: str
+    day: date | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredFile:
+    """A file that the tables no longer use, kept for readers that began before."""
+
+    path: str
+    retired_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One published version. `generation` counts them from 1; 0 is nothing published yet.
+
+    `recorded_until` is the instant up to which the ledger's rows are covered.
+    """
+
+    generation: int = 0
+    published_at: datetime | None = None
+    recorded_until: datetime | None = None
+    watermark: Watermark = field(default_factory=Watermark)
+    tables: dict[str, tuple[DataFile, ...]] = field(default_factory=dict)
+    retired: tuple[RetiredFile, ...] = ()
+
+    def day_files(self, table: str) -> dict[date, list[DataFile]]:
+        """The files of a fact table by date."""
+        by_day: dict[date, list[DataFile]] = {}
+        for file in self.tables.get(table, ()):
+            if file.day is not None:
+                by_day.setdefault(file.day, []).append(file)
+        return by_day
+
+    def num_rows(self, table: str) -> int:
+        """Rows of a table; 0 for one that has no file."""
+        return sum(file.num_rows for file in self.tables.get(table, ()))
+
+    def paths(self) -> set[str]:
+        """All files that the tables use."""
+        return {file.path for files in self.tables.values() for file in files}
+
+
+def read_manifest(target: Target) -> Manifest:
+    """The published version; generation 0 when nothing is published.
+
+    Raises TargetError for a manifest of another schema version or one that is not ours.
+    """
+    content = target.read(MANIFEST_NAME)
+    return Manifest() if content is None else decode_manifest(content)
+
+
+def write_manifest(target: Target, manifest: Manifest) -> None:
+    """Publish. Readers see the previous version until this returns."""
+    target.replace(MANIFEST_NAME, encode_manifest(manifest))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The document that readers parse: tables -> files with rows, bytes, hash and dates."""
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "generation": manifest.generation,
+        "published_at": _text(manifest.published_at),
+        "recorded_until": _text(manifest.recorded_until),
+        "watermark": asdict(manifest.watermark),
+        "tables": {
+            name: {
+                "rows": manifest.num_rows(name),
+                "files": [
+                    {
+                        "path": file.path,
+                        "rows": file.num_rows,
+                        "bytes": file.num_bytes,
+                        "sha256": file.sha256,
+                        "min_date": _text(file.day),
+                        "max_date": _text(file.day),
+                    }
+                    for file in sorted(manifest.tables.get(name, ()), key=lambda f: f.path)
+                ],
+            }
+            for name in TABLES
+        },
+        "retired": [
+            {"path": file.path, "retired_at": _text(file.retired_at)}
+            for file in sorted(manifest.retired, key=lambda f: f.path)
+        ],
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def decode_manifest(content: bytes) -> Manifest:
+    """The inverse of encode_manifest. Raises TargetError for anything else."""
+    try:
+        document = json.loads(content)
+        found = document["schema_version"]
+        if found != SCHEMA_VERSION:
+            raise TargetError(
+                f"the target holds schema version {found}, this version writes "
+                f"{SCHEMA_VERSION}: export into an empty folder"
+            )
+        return Manifest(
+            generation=document["generation"],
+            published_at=_instant(document["published_at"]),
+            recorded_until=_instant(document["recorded_until"]),
+            watermark=Watermark(**document["watermark"]),
+            tables={
+                name: tuple(_data_file(file) for file in table["files"])
+                for name, table in document["tables"].items()
+            },
+            retired=tuple(
+                RetiredFile(file["path"], datetime.fromisoformat(file["retired_at"]))
+                for file in document["retired"]
+            ),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TargetError(f"{MANIFEST_NAME} cannot be understood: {error!r}") from error
+
+
+def _data_file(file: dict[str, Any]) -> DataFile:
+    day = file["min_date"]
+    return DataFile(
+        path=file["path"],
+        num_rows=file["rows"],
+        num_bytes=file["bytes"],
+        sha256=file["sha256"],
+        day=None if day is None else date.fromisoformat(day),
+    )
+
+
+def _text(value: date | datetime | None) -> str | None:
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat(timespec="microseconds")
+    return None if value is None else value.isoformat()
+
+
+def _instant(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)
