@@ -9,19 +9,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from exports.arrow_reader import ACCEPTANCE_SCHEMA
+from exports.columns import (
+    Table,
+)
 from exports.dimensions import date_key
 from exports.errors import ReconciliationError
-from exports.extract import ACCEPTANCE_SCHEMA, DayTotals, LedgerSource, Watermark
-from exports.manifest import DataFile
-from exports.schemas import (
+from exports.extract import DayTotals, LedgerSource, Watermark
+from exports.facts import (
     FACT_ACCEPTANCE,
     FACT_CAPACITY,
     FACT_EQUIVALENCE,
     FACT_LATENCY_HISTOGRAM,
     FACT_RECONCILIATION,
     FACT_REQUEST,
-    Table,
 )
+from exports.manifest import DataFile
 from exports.storage import Target
 from exports.transform import (
     acceptance_rows,

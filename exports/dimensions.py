@@ -7,6 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from exports.columns import (
+    UNKNOWN_KEY,
+    Table,
+)
 from exports.schemas import (
     DIM_DATE,
     DIM_DRAFTER,
@@ -16,8 +20,6 @@ from exports.schemas import (
     DIM_TENANT,
     DIM_TIME_BAND,
     DIM_VARIANT,
-    UNKNOWN_KEY,
-    Table,
 )
 from telemetry.ledger.records import Outcome
 

@@ -19,15 +19,21 @@ from sqlalchemy import (
     ColumnElement,
     Engine,
     Executable,
-    Select,
     func,
     select,
     type_coerce,
 )
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import InstrumentedAttribute
 
+from exports.arrow_reader import (
+    ACCEPTANCE_COLUMNS,
+    AUDIT_COLUMNS,
+    CAPACITY_COLUMNS,
+    REQUEST_COLUMNS,
+    ArrowReader,
+)
 from exports.errors import SourceError
 from telemetry.ledger.models import (
     AuditResult,
@@ -38,106 +44,14 @@ from telemetry.ledger.models import (
     Request,
     RequestAcceptance,
     Tenant,
-    UtcInstant,
     Variant,
 )
 from telemetry.ledger.session import LedgerSchemaError, open_ledger, require_current_schema
 
-BATCH_ROWS = 65_536
 POSTGRESQL_LAG = timedelta(minutes=2)
 
 _MICROSECONDS_PER_DAY = 86_400_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-REQUEST_COLUMNS = (
-    "ledger_id",
-    "model_key",
-    "drafter_key",
-    "variant_key",
-    "tenant_key",
-    "price_key",
-    "outcome",
-    "finish_reason",
-    "recorded_at",
-    "started_at",
-    "finished_at",
-    "request_id",
-    "attempt",
-    "revision",
-    "trace_id",
-    "guarantee",
-    "temperature",
-    "acceptance_rule",
-    "speculation_mode",
-    "queue_seconds",
-    "ttft_seconds",
-    "tpot_seconds",
-    "e2e_seconds",
-    "mean_step_latency_seconds",
-    "num_prompt_tokens",
-    "num_cached_prompt_tokens",
-    "num_recomputed_tokens",
-    "num_output_tokens",
-    "num_prefill_positions",
-    "num_steps",
-    "num_plain_steps",
-    "num_verify_steps",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_emitted_accepted_tokens",
-    "num_cut_tokens",
-    "num_drafter_positions",
-    "num_preemptions",
-    "cost_nano_usd",
-    "cost_prefill_nano_usd",
-    "cost_decode_nano_usd",
-    "cost_draft_nano_usd",
-    "cost_rejected_nano_usd",
-    "cost_drafter_nano_usd",
-    "estimated_cost_without_speculation_nano_usd",
-    "busy_nanoseconds",
-    "allocation_method",
-    "energy_microjoules",
-    "energy_source",
-)
-CAPACITY_COLUMNS = (
-    "capacity_id",
-    "model_key",
-    "price_key",
-    "started_at",
-    "finished_at",
-    "instance_id",
-    "wall_nanoseconds",
-    "busy_nanoseconds",
-    "idle_nanoseconds",
-    "lost_nanoseconds",
-    "num_steps",
-    "num_prefill_positions",
-    "num_decode_positions",
-    "num_draft_positions",
-    "num_emitted_tokens",
-    "max_num_running",
-    "max_num_waiting",
-    "cost_busy_nano_usd",
-    "cost_idle_nano_usd",
-    "cost_lost_nano_usd",
-    "energy_busy_microjoules",
-    "energy_idle_microjoules",
-    "energy_source",
-)
-AUDIT_COLUMNS = (
-    "audit_id",
-    "model_key",
-    "drafter_key",
-    "variant_key",
-    "audited_at",
-    "verdict",
-    "guarantee",
-    "num_checked_tokens",
-    "num_mismatched_tokens",
-)
-ACCEPTANCE_COLUMNS = ("request_ledger_id", "position", "num_drafted", "num_accepted")
-ACCEPTANCE_SCHEMA = pa.schema([(name, pa.int64()) for name in ACCEPTANCE_COLUMNS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +86,9 @@ class LedgerSource:
         try:
             self._engine: Engine = open_ledger(url, read_only=True)
             require_current_schema(self._engine)
-            self._connection: Any = _arrow_connection(self._url)
+            self._rows_reader = ArrowReader(self._url, self._engine.dialect)
             # A connection streams one answer at a time, and acceptance is read while requests are.
-            self._second_connection: Any = _arrow_connection(self._url)
+            self._acceptance_reader = ArrowReader(self._url, self._engine.dialect)
         except (SQLAlchemyError, LedgerSchemaError, ValueError, OSError) as error:
             raise SourceError(str(error)) from error
 
@@ -187,8 +101,8 @@ class LedgerSource:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._connection.close()
-        self._second_connection.close()
+        self._rows_reader.close()
+        self._acceptance_reader.close()
         self._engine.dispose()
 
     @property
@@ -277,7 +191,7 @@ class LedgerSource:
         """Requests of one UTC date in the order of the ledger, superseded rows included."""
         columns = [getattr(Request, name) for name in REQUEST_COLUMNS]
         statement = select(*columns).where(Request.finished_on == day, Request.ledger_id <= until)
-        yield from self._batches(statement.order_by(Request.ledger_id), columns)
+        yield from self._rows_reader.batches(statement.order_by(Request.ledger_id), columns)
 
     def acceptance_batches(self, day: date, first: int, last: int) -> Iterator[pa.RecordBatch]:
         """Acceptance by position of the requests first..last of one UTC date, in order."""
@@ -289,7 +203,7 @@ class LedgerSource:
         statement = statement.order_by(
             RequestAcceptance.request_ledger_id, RequestAcceptance.position
         )
-        yield from self._batches(statement, columns, self._second_connection)
+        yield from self._acceptance_reader.batches(statement, columns)
 
     def capacity_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
         """Capacity intervals that begin on one UTC date, in the order of the ledger."""
@@ -297,7 +211,9 @@ class LedgerSource:
         statement = select(*columns).where(
             self._within(CapacityInterval.started_at, day), CapacityInterval.capacity_id <= until
         )
-        yield from self._batches(statement.order_by(CapacityInterval.capacity_id), columns)
+        yield from self._rows_reader.batches(
+            statement.order_by(CapacityInterval.capacity_id), columns
+        )
 
     def audit_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
         """Audits of one UTC date, in the order of the ledger."""
@@ -305,7 +221,7 @@ class LedgerSource:
         statement = select(*columns).where(
             self._within(AuditResult.audited_at, day), AuditResult.audit_id <= until
         )
-        yield from self._batches(statement.order_by(AuditResult.audit_id), columns)
+        yield from self._rows_reader.batches(statement.order_by(AuditResult.audit_id), columns)
 
     def dimension_rows(
         self, model: type[Model | Drafter | Variant | Tenant | Price], names: tuple[str, ...]
@@ -355,55 +271,3 @@ class LedgerSource:
                 return list(connection.execute(statement))
         except SQLAlchemyError as error:
             raise SourceError(f"the ledger cannot be read: {error}") from error
-
-    def _batches(
-        self,
-        statement: Select[Any],
-        columns: list[InstrumentedAttribute[Any]],
-        connection: Any = None,
-    ) -> Iterator[pa.RecordBatch]:
-        connection = connection or self._connection
-        sql = str(statement.compile(self._engine, compile_kwargs={"literal_binds": True}))
-        names = [column.key for column in columns]
-        options = {}
-        if self._is_sqlite:
-            sql = f"{_typed_row(columns)} UNION ALL SELECT * FROM ({sql})"  # noqa: S608 - no input
-            options["adbc.sqlite.query.batch_rows"] = str(BATCH_ROWS)
-        try:
-            with connection.cursor(adbc_stmt_kwargs=options) as cursor:
-                cursor.execute(sql)
-                is_first = self._is_sqlite
-                for batch in cursor.fetch_record_batch():
-                    rows = batch.slice(1) if is_first else batch
-                    is_first = False
-                    if rows.num_rows:
-                        yield pa.RecordBatch.from_arrays(rows.columns, names)
-        except connection.Error as error:
-            raise SourceError(f"the ledger cannot be read: {error}") from error
-
-
-def _typed_row(columns: list[InstrumentedAttribute[Any]]) -> str:
-    # SQLite has no column types to give away: the driver takes them from the first rows, where
-    # a column may be all NULL. One row of the declared types goes ahead and is dropped again.
-    def literal(column: InstrumentedAttribute[Any]) -> str:
-        if isinstance(column.type, UtcInstant):
-            return "0"  # microseconds
-        return {int: "0", float: "0.0", str: "''"}[column.type.python_type]
-
-    return "SELECT " + ", ".join(literal(column) for column in columns)
-
-
-def _arrow_connection(url: URL) -> Any:
-    if url.get_backend_name() == "sqlite":
-        from adbc_driver_sqlite import dbapi
-
-        connection = dbapi.connect(str(url.database))
-        with connection.cursor() as cursor:
-            cursor.execute("PRAGMA query_only=ON")
-            cursor.execute("PRAGMA busy_timeout=30000")
-        return connection
-    from adbc_driver_postgresql import dbapi as postgresql
-
-    return postgresql.connect(
-        url.set(drivername="postgresql").render_as_string(hide_password=False)
-    )

@@ -27,6 +27,9 @@ from exports.dimensions import (
 )
 from exports.errors import TargetError
 from exports.extract import LedgerSource, Watermark
+from exports.facts import (
+    FACT_REQUEST,
+)
 from exports.lock import exclusive
 from exports.manifest import DataFile, Manifest, read_manifest, write_manifest
 from exports.schemas import (
@@ -38,7 +41,6 @@ from exports.schemas import (
     DIM_TENANT,
     DIM_TIME_BAND,
     DIM_VARIANT,
-    FACT_REQUEST,
     FACTS,
     TABLES,
 )

@@ -9,9 +9,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
 from typing import Any
 
+from exports.columns import (
+    SCHEMA_VERSION,
+)
 from exports.errors import TargetError
 from exports.extract import Watermark
-from exports.schemas import SCHEMA_VERSION, TABLES
+from exports.schemas import (
+    TABLES,
+)
 from exports.storage import Target
 
 MANIFEST_NAME = "manifest.json"

@@ -6,18 +6,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from exports.columns import (
+    INSTANT,
+    UNKNOWN_KEY,
+    Table,
+)
 from exports.dimensions import outcome_keys
-from exports.schemas import (
+from exports.facts import (
     FACT_ACCEPTANCE,
     FACT_CAPACITY,
     FACT_EQUIVALENCE,
     FACT_LATENCY_HISTOGRAM,
     FACT_REQUEST,
-    INSTANT,
     LATENCY_BOUNDS_SECONDS,
     LATENCY_METRICS,
-    UNKNOWN_KEY,
-    Table,
 )
 
 _MICROSECONDS_PER_HOUR = 3_600_000_000

@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from exports.columns import (
+    Table,
+)
 from exports.errors import TargetError
 from exports.manifest import DataFile
-from exports.schemas import Table
 from exports.storage import Target
 
 ROW_GROUP_ROWS = 131_072

@@ -12,7 +12,11 @@ from pyarrow import parquet
 from exports.errors import ReconciliationError, SourceError
 from exports.extract import DayTotals, LedgerSource
 from exports.job import ExportOptions, ExportSummary, run_export
-from exports.schemas import DIMENSIONS, FACTS, TABLES
+from exports.schemas import (
+    DIMENSIONS,
+    FACTS,
+    TABLES,
+)
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 
 NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)
