@@ -108,7 +108,8 @@ def request_table(done: Round, is_equal: Sequence[bool]) -> Table:
 
 def parquet_table(name: str, rows: pyarrow.Table) -> Table:
     """The first rows and columns of an exported table."""
-    table = Table(title=f"{name}: {rows.num_rows} rows, {rows.num_columns} columns")
+    title = f"{name}: {rows.num_rows} rows, {rows.num_columns} columns"
+    table = Table(title=title, min_width=len(title) + 4)
     columns = rows.column_names[:_MAX_COLUMNS]
     for column in columns:
         table.add_column(column, overflow="ellipsis", no_wrap=True)
