@@ -15,13 +15,13 @@ from engine.stats import ModelInfo, StepStats
 from service import errors
 from service.admission import Admission, AdmissionLimits
 from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
-from service.generation import GenerationLimits, Serving
 from service.health import SERVICE_NAME, HealthMonitor
 from service.interceptors import Authenticator, CallInterceptor
 from service.live_requests import LiveRequests
 from service.pb import generation_pb2_grpc as pb_grpc
 from service.prompts import PromptEncoder
 from service.servicer import GenerationServicer
+from service.serving import GenerationLimits, Serving
 from service.settings import ServiceSettings
 from service.transport import bind, channel_options
 from telemetry.recording import Recording

@@ -1,34 +1,23 @@
-"""One call from the order to the last event: encode, admit, hand to the engine, stream, record."""
+"""One call from its admission to the last event: hand to the engine, stream, record."""
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from engine.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestError,
-    SpeculationMode,
-    validate_against_model,
-)
-from engine.stats import ModelInfo, RequestStats
+from engine.request import FinishReason, GenerationRequest
+from engine.stats import RequestStats
 from service import errors
-from service.admission import Admission, DeadlineRefusedError, RefusedError, TenantQuota, Ticket
-from service.engine_thread import EngineGoneError, EngineThread
-from service.live_requests import Arrival, ArrivalQueue, LiveRequests, ReaderTooSlowError
+from service.engine_thread import EngineGoneError
+from service.intake import Admitted, admit
+from service.live_requests import Arrival, ArrivalQueue, ReaderTooSlowError
 from service.orders import Charge, Choice, Delta, Event, Finished, GenerationOrder, Started
 from service.output_text import OutputText
-from service.prompts import PromptEncoder
-from telemetry.recording import OpenRequest, Recording
-from telemetry.tracing import CallSpan, start_request_trace
+from service.serving import Caller, Serving
+from telemetry.recording import OpenRequest
+from telemetry.tracing import start_request_trace
 
-_MAX_SEED = 2**63
 _STATUS_OF_REASON = {
     FinishReason.CANCELLED: "CANCELLED",
     FinishReason.DEADLINE: "DEADLINE_EXCEEDED",
@@ -36,56 +25,12 @@ _STATUS_OF_REASON = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls, and until when the answer is wanted. deadline_at is a monotonic instant."""
-
-    tenant: str
-    quota: TenantQuota
-    deadline_at: float
-    call: CallSpan
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationLimits:
-    max_tokens: int
-    max_draft_tokens: int
-    max_unread_messages: int
-
-
-class Gate(Protocol):
-    """Raises the ServiceError for a request that comes while none is taken."""
-
-    def check_open(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What every call needs, for the life of a server."""
-
-    info: ModelInfo
-    model_name: str
-    tokenizer: PreTrainedTokenizerBase
-    encoder: PromptEncoder
-    engine: EngineThread
-    live: LiveRequests
-    admission: Admission
-    recording: Recording
-    limits: GenerationLimits
-    gate: Gate
-
-    def check_model(self, model: str) -> None:
-        """Raises NOT_FOUND for a model other than the loaded one; "" is the loaded one."""
-        if model and model != self.model_name:
-            raise errors.model_not_found(model, self.model_name)
-
-
 async def generate(
     serving: Serving, order: GenerationOrder, caller: Caller
 ) -> AsyncGenerator[Event]:
     """Started, deltas, Finished. Raises ServiceError or RequestError; closing it early frees
     the rows within one step."""
-    run = await _admit(serving, order, caller)
+    run = _Run(serving, order, caller, await admit(serving, order, caller))
     try:
         await run.submit()
         yield run.started()
@@ -94,135 +39,6 @@ async def generate(
         yield run.finished()
     finally:
         run.leave()
-
-
-async def _admit(serving: Serving, order: GenerationOrder, caller: Caller) -> "_Run":
-    """Everything that can refuse a request before the engine hears of it."""
-    num_prompt_tokens = 0
-    try:
-        serving.gate.check_open()
-        serving.check_model(order.model)
-        prompt_token_ids = await serving.encoder.encode(order.prompt)
-        num_prompt_tokens = len(prompt_token_ids)
-        requests = _requests_of(serving, order, caller, prompt_token_ids)
-        for request in requests:
-            if request.request_id in serving.live:
-                raise errors.already_live(order.request_id)
-        ticket = _take_place(serving, caller, requests)
-    except Exception as error:
-        failure = errors.as_service_error(error)
-        record_refusal(
-            serving.recording, failure, order.request_id, order.labels, caller, num_prompt_tokens
-        )
-        raise
-    return _Run(serving, order, caller, requests, num_prompt_tokens, ticket)
-
-
-def record_refusal(
-    recording: Recording,
-    failure: errors.ServiceError,
-    request_id: str,
-    labels: tuple[tuple[str, str], ...] | Mapping[str, str],
-    caller: Caller,
-    num_prompt_tokens: int = 0,
-) -> None:
-    """A ledger row for a call that never reached the engine."""
-    recording.on_refused(
-        request_id,
-        status_code=failure.code.name,
-        reason=failure.code.name.lower(),
-        error=failure.message,
-        tenant=caller.tenant,
-        labels=dict(labels),
-        num_prompt_tokens=num_prompt_tokens,
-        trace_id=caller.call.trace_id,
-    )
-
-
-def _requests_of(
-    serving: Serving,
-    order: GenerationOrder,
-    caller: Caller,
-    prompt_token_ids: tuple[int, ...],
-) -> tuple[GenerationRequest, ...]:
-    """One engine request per completion, checked against the model."""
-    _check_limits(serving, order)
-    num_resumed = len(order.resume_token_ids)
-    stopping = replace(
-        order.stopping,
-        max_tokens=order.stopping.max_tokens - num_resumed,
-        min_tokens=max(0, order.stopping.min_tokens - num_resumed),
-    )
-    first_seed = secrets.randbelow(_MAX_SEED) if order.seed is None else order.seed
-    arrived_at = time.monotonic()
-    requests = tuple(
-        GenerationRequest(
-            request_id=order.request_id if index == 0 else f"{order.request_id}#{index}",
-            prompt_token_ids=prompt_token_ids + order.resume_token_ids,
-            sampling=replace(order.sampling, seed=(first_seed + index) % _MAX_SEED),
-            stopping=stopping,
-            speculation=order.speculation,
-            priority=order.priority,
-            tenant=caller.tenant,
-            arrived_at=arrived_at,
-        )
-        for index in range(order.num_completions)
-    )
-    if not prompt_token_ids:
-        raise RequestError("prompt", "must contain at least one token")
-    validate_against_model(requests[0], serving.info.vocab_size, serving.info.max_model_tokens)
-    eos_token_ids = () if order.stopping.ignore_eos else serving.info.eos_token_ids
-    if order.resume_token_ids and order.resume_token_ids[-1] in eos_token_ids:
-        raise RequestError("resume_token_ids", "already ends with an end-of-sequence token")
-    return requests
-
-
-def _check_limits(serving: Serving, order: GenerationOrder) -> None:
-    if order.stopping.max_tokens > serving.limits.max_tokens:
-        raise RequestError(
-            "stopping.max_tokens",
-            f"must be at most {serving.limits.max_tokens}, got {order.stopping.max_tokens}",
-        )
-    wanted = order.speculation
-    if wanted.mode is SpeculationMode.ON and not serving.info.drafters:
-        raise errors.speculation_impossible("this server has no drafter")
-    if wanted.drafter is not None and wanted.drafter not in serving.info.drafters:
-        raise RequestError(
-            "speculation.drafter",
-            f"unknown drafter {wanted.drafter!r}; this server has {list(serving.info.drafters)}",
-        )
-    max_draft_tokens = serving.limits.max_draft_tokens
-    if wanted.max_draft_tokens is not None and wanted.max_draft_tokens > max_draft_tokens:
-        raise RequestError(
-            "speculation.max_draft_tokens",
-            f"must be at most {max_draft_tokens}, got {wanted.max_draft_tokens}",
-        )
-
-
-def _num_tokens(serving: Serving, request: GenerationRequest) -> int:
-    """Prompt plus the most that can be output."""
-    num_prompt_tokens = len(request.prompt_token_ids)
-    room = serving.info.max_model_tokens - num_prompt_tokens
-    return num_prompt_tokens + min(request.stopping.max_tokens, room)
-
-
-def _take_place(
-    serving: Serving, caller: Caller, requests: tuple[GenerationRequest, ...]
-) -> Ticket:
-    now = time.monotonic()
-    try:
-        return serving.admission.admit(
-            caller.tenant,
-            caller.quota,
-            len(requests),
-            sum(_num_tokens(serving, request) for request in requests),
-            now,
-            caller.deadline_at - now,
-        )
-    except RefusedError as error:
-        raise errors.exhausted(error.subject, error.reason, error.retry_after_seconds) from error
-    except DeadlineRefusedError as error:
-        raise errors.deadline_exceeded(str(error)) from error
 
 
 @dataclass(slots=True)
@@ -269,21 +85,19 @@ class _Run:
         serving: Serving,
         order: GenerationOrder,
         caller: Caller,
-        requests: tuple[GenerationRequest, ...],
-        num_prompt_tokens: int,
-        ticket: Ticket,
+        admitted: Admitted,
     ) -> None:
         self.serving = serving
         self.queue = ArrivalQueue(serving.limits.max_unread_messages)
         self._order = order
         self._caller = caller
-        self._num_prompt_tokens = num_prompt_tokens
-        self._ticket = ticket
-        self._num_unreleased = len(requests)
+        self._num_prompt_tokens = admitted.num_prompt_tokens
+        self._ticket = admitted.ticket
+        self._num_unreleased = len(admitted.requests)
         self._num_used_tokens = 0
         self._completions = {
             request.request_id: self._begin(index, request)
-            for index, request in enumerate(requests)
+            for index, request in enumerate(admitted.requests)
         }
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(

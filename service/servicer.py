@@ -19,18 +19,19 @@ from engine.request import (
 )
 from service import errors
 from service.calls import CallInfo, current_call
-from service.convert import (
-    read_generate_request,
-    read_tokenize_input,
+from service.convert.requests import read_generate_request, read_tokenize_input
+from service.convert.responses import (
     write_duration,
     write_event,
     write_load,
     write_model,
 )
-from service.generation import Caller, Serving, generate, record_refusal
+from service.generation import generate
+from service.intake import record_refusal
 from service.orders import Event, GenerationOrder
 from service.pb import generation_pb2 as pb
 from service.pb import generation_pb2_grpc as pb_grpc
+from service.serving import Caller, Serving
 from service.settings import ServiceSettings
 from service.unary import collect
 

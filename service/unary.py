@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from engine.request import TokenLogprob
-from service.convert import write_choice, write_logprobs, write_started, write_usage
+from service.convert.responses import write_choice, write_logprobs, write_started, write_usage
 from service.orders import Delta, Event, Finished, Started
 from service.pb import generation_pb2 as pb
 

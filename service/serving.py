@@ -1,0 +1,59 @@
+"""What every call works with: the parts of a loaded server, and who calls."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from engine.stats import ModelInfo
+from service import errors
+from service.admission import Admission, TenantQuota
+from service.engine_thread import EngineThread
+from service.live_requests import LiveRequests
+from service.prompts import PromptEncoder
+from telemetry.recording import Recording
+from telemetry.tracing import CallSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, and until when the answer is wanted. deadline_at is a monotonic instant."""
+
+    tenant: str
+    quota: TenantQuota
+    deadline_at: float
+    call: CallSpan
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationLimits:
+    max_tokens: int
+    max_draft_tokens: int
+    max_unread_messages: int
+
+
+class Gate(Protocol):
+    """Raises the ServiceError for a request that comes while none is taken."""
+
+    def check_open(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What every call needs, for the life of a server."""
+
+    info: ModelInfo
+    model_name: str
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    engine: EngineThread
+    live: LiveRequests
+    admission: Admission
+    recording: Recording
+    limits: GenerationLimits
+    gate: Gate
+
+    def check_model(self, model: str) -> None:
+        """Raises NOT_FOUND for a model other than the loaded one; "" is the loaded one."""
+        if model and model != self.model_name:
+            raise errors.model_not_found(model, self.model_name)
