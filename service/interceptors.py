@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 from grpc import aio
@@ -21,7 +21,7 @@ from telemetry.tracing import CallSpan, start_call_span
 _log = logging.getLogger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscriptable for checkers only
 Behaviour = Callable[[Any, Context], Any]
 
 
@@ -39,9 +39,9 @@ class CallInterceptor(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> "Handler | None":
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -50,7 +50,7 @@ class CallInterceptor(aio.ServerInterceptor):
             behaviour = getattr(handler, kind)
             if behaviour is not None:
                 make = getattr(grpc, f"{kind}_rpc_method_handler")
-                wrapped: Handler = make(
+                wrapped: "Handler" = make(
                     self._wrap(method, behaviour, is_stream=handler.response_streaming),
                     handler.request_deserializer,
                     handler.response_serializer,
