@@ -141,7 +141,9 @@ class KVCache:
             self.pool.release(block, keep=keep)
             return
         for block in reversed(state.blocks):  # the tail of a sequence is given up first
-            self.pool.release(block, keep=keep and block in self._prefix_of_block)
+            if not keep and self.pool.num_references(block) == 1:
+                self._evict(block)  # a free block must not be found by its old prefix
+            self.pool.release(block, keep=block in self._prefix_of_block)
 
     def reserve(self, row: int, num_tokens: int) -> None:
         """Make room for positions 0..num_tokens-1; raises OutOfBlocksError, changing nothing."""
@@ -153,12 +155,18 @@ class KVCache:
     def commit(self, row: int, token_ids: Sequence[int], length: int) -> None:
         """Set a row's length: positions 0..length-1 hold the keys of token_ids[:length].
 
-        The only change of a length, up or down. token_ids are all committed tokens of the
-        request, so that the prefix can be reused.
+        The only change of a length, up or down, though never below the full blocks that
+        others may share by now. token_ids are all committed tokens of the request, so that
+        the prefix can be reused.
         """
         state = self._rows[row]
         if not 0 <= length <= len(token_ids):
             raise ValueError(f"length {length} of a row with {len(token_ids)} tokens")
+        if length < state.num_registered * self.block_size:
+            raise ValueError(
+                f"length {length} of a row whose first {state.num_registered} blocks of "
+                f"{self.block_size} tokens are reusable"
+            )
         known = len(state.token_ids)
         if length > known:
             state.token_ids.extend(token_ids[known:length])
@@ -278,6 +286,8 @@ class KVCache:
         for prefix, block in self._block_by_prefix.items():
             if self._prefix_of_block.get(block) != prefix:
                 raise RuntimeError(f"block {block} is registered under a prefix not its own")
+            if self.pool.num_references(block) == 0 and block not in cached:
+                raise RuntimeError(f"block {block} is free but still found by its prefix")
 
 
 def _common_prefix(known: Sequence[int], wanted: Sequence[int], limit: int) -> int:
