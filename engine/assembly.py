@@ -15,11 +15,12 @@ from engine.kv_cache import KVCache, KVCacheShape
 from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, Padding
 from engine.loader import LoadedModel, check_same_vocabulary
 from engine.model_runner import ModelRunner
-from engine.probe import agreement_length, attention_shape, check_agreement, probe_guarantee
+from engine.probe import check_agreement, probe_guarantee
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.speculation import DraftLengths
 from engine.stats import ModelInfo
+from engine.suitability import agreement_length, attention_shape, check_configuration
 from engine.verifier import Verifier
 
 _CUDA_BLOCK_SIZE = 16
@@ -107,6 +108,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
 
 
 def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
+    check_configuration(loaded.name, loaded.model.config, max_tokens)
     num_tokens = agreement_length(loaded.model, max_tokens)
     shape, logits, token_ids = attention_shape(loaded.name, loaded.model, num_tokens)
     return _Examined(loaded, shape, logits, token_ids)

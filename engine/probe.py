@@ -1,89 +1,34 @@
-"""What a model needs of the cache, and what the runner can promise about it: both measured.
+"""What the runner can promise about a model: measured at start, never assumed.
 
-`attention_shape` records what the model's attention is called with. `check_agreement`
-compares our forward with the model's own, so a model whose attention we do not reproduce is
-refused at start. `probe_guarantee` feeds the same tokens in different company and asks
-whether every logit keeps its bits.
+`check_agreement` compares our forward with the model's own, so a model whose attention we do
+not reproduce is refused. `probe_guarantee` feeds the same tokens in different company and
+asks whether every logit keeps its bits.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from engine.kv_cache import KVCacheShape
 from engine.layout.plan import ForwardRow
 from engine.loader import UnsupportedModelError
 from engine.model_runner import ModelRunner
+from engine.suitability import sample_token_ids
 
-_RECORDER = "tandem_recorder"
-_NUM_PROBE_TOKENS = 80
-_NUM_COMPARED = 16
-_NUM_NEIGHBOURS = 3
-
-
-def probe_token_ids(vocab_size: int, num_tokens: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    token_ids: list[int] = torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
-    return token_ids
+# Long enough that some forwards read 128 keys and others 256 (Padding.keys).
+_NUM_PROBE_TOKENS = 144
+_NUM_COMPARED = 32
+_WIDTHS = (1, 2, 5, 1, 3, 8, 4)  # of the chunks that end the probed row
+_NEIGHBOUR_LENGTHS = (20, 88, 168)
 
 
-@torch.inference_mode()
-def attention_shape(
-    name: str, model: PreTrainedModel, num_tokens: int
-) -> tuple[KVCacheShape, torch.Tensor, list[int]]:
-    """The cache's shape, and the model's own logits [T, V] of the returned token ids.
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """A row's tokens, how many of them each forward computes, and whose logits are kept."""
 
-    Raises UnsupportedModelError for attention that cannot go through the interface.
-    """
-    shapes: dict[int, tuple[int, int, int]] = {}
-
-    def record(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-
-    config = model.config.get_text_config()
-    token_ids = probe_token_ids(config.vocab_size, num_tokens, seed=1)
-    AttentionInterface.register(_RECORDER, record)
-    AttentionMaskInterface.register(_RECORDER, sdpa_mask)
-    try:
-        model.set_attn_implementation(_RECORDER)
-        logits = model(
-            input_ids=torch.tensor([token_ids], device=model.device), use_cache=False
-        ).logits[0]
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name}: its attention cannot be replaced ({type(error).__name__}: {error})"
-        ) from error
-    num_layers = config.num_hidden_layers
-    if sorted(shapes) != list(range(num_layers)):
-        raise UnsupportedModelError(
-            f"{name}: {len(shapes)} of its {num_layers} layers use attention; "
-            "recurrent or hybrid layers have state that cannot be rolled back"
-        )
-    if len(set(shapes.values())) != 1:
-        raise UnsupportedModelError(f"{name}: its layers store keys of different shapes")
-    num_kv_heads, key_size, value_size = shapes[0]
-    shape = KVCacheShape(num_layers, num_kv_heads, key_size, value_size, model.dtype, model.device)
-    return shape, logits, token_ids
-
-
-def agreement_length(model: PreTrainedModel, max_tokens: int) -> int:
-    """Tokens that `check_agreement` needs: past a sliding window if there is one."""
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
-    wanted = window + 16 if isinstance(window, int) else 40
-    return min(wanted, max_tokens - 1, 4096)
+    token_ids: Sequence[int]
+    widths: Sequence[int]
+    is_probed: bool = False
 
 
 def check_agreement(
@@ -92,7 +37,7 @@ def check_agreement(
     """Raise UnsupportedModelError unless our forward, in two chunks, gives the model's own
     `logits` up to rounding."""
     half = len(token_ids) // 2
-    ours = _feed(runner, token_ids, [half, len(token_ids) - half])
+    ours = _run(runner, [_Feed(token_ids, [half, len(token_ids) - half], is_probed=True)])
     difference = (ours.float() - logits.float()).abs().max().item()
     spread = logits.float().std().item()
     tolerance = 0.25 if logits.dtype in (torch.bfloat16, torch.float16) else 2e-3
@@ -108,54 +53,60 @@ def probe_guarantee(runner: ModelRunner) -> str:
     whole, in chunks of many widths, alone, among neighbours; else "rounding"."""
     vocab_size = runner.model.config.get_text_config().vocab_size
     num_tokens = min(_NUM_PROBE_TOKENS, runner.cache.max_tokens - 1)
-    token_ids = probe_token_ids(vocab_size, num_tokens, seed=2)
-    compared = min(_NUM_COMPARED, num_tokens // 2)
-    start = num_tokens - compared
-    whole = _feed(runner, token_ids, [num_tokens])[-compared:]
-    widths = [1, 2, 5, 1, 3]
-    ragged = [*widths, compared - sum(widths)] if compared > sum(widths) else [1] * compared
-    alone = _feed(runner, token_ids, [start // 2, start - start // 2, *ragged])[-compared:]
+    token_ids = sample_token_ids(vocab_size, num_tokens, seed=2)
+    whole = _run(runner, [_Feed(token_ids, [num_tokens], is_probed=True)])
+    widths = _widths(num_tokens)
+    alone = _run(runner, [_Feed(token_ids, widths, is_probed=True)])
     if not torch.equal(whole, alone):
         return "rounding"
-    num_neighbours = min(_NUM_NEIGHBOURS, runner.cache.num_free_rows - 1)
-    if num_neighbours > 0:
-        among = _feed(runner, token_ids, [start, *ragged], num_neighbours)[-compared:]
-        if not torch.equal(whole, among):
-            return "rounding"
+    lengths = [min(length, num_tokens) for length in _NEIGHBOUR_LENGTHS]
+    neighbours = [
+        _Feed(sample_token_ids(vocab_size, length, seed=3 + number), _spread(length, len(widths)))
+        for number, length in enumerate(lengths[: runner.cache.num_free_rows - 1])
+    ]
+    # The probed row is neither first nor last, so that its place in the forward changes too.
+    feeds = [*neighbours[:1], _Feed(token_ids, widths, is_probed=True), *neighbours[1:]]
+    if neighbours and not torch.equal(whole, _run(runner, feeds)):
+        return "rounding"
     return "bit_exact"
 
 
-def _feed(
-    runner: ModelRunner,
-    token_ids: Sequence[int],
-    widths: Sequence[int],
-    num_neighbours: int = 0,
-) -> torch.Tensor:
-    """Logits [T, V] of token_ids fed in chunks, beside neighbours of other lengths."""
+def _widths(num_tokens: int) -> list[int]:
+    """Two chunks, then narrow ones: what a chunked prompt, plain steps and drafts look like."""
+    narrow: list[int] = []
+    for width in _WIDTHS:
+        if sum(narrow) + width <= min(_NUM_COMPARED, num_tokens // 2):
+            narrow.append(width)
+    rest = num_tokens - sum(narrow)
+    return [width for width in (rest // 2, rest - rest // 2, *narrow) if width]
+
+
+def _spread(num_tokens: int, num_forwards: int) -> list[int]:
+    """A neighbour's widths: half of its tokens at first, the others evenly."""
+    first = num_tokens // 2
+    rest, others = num_tokens - first, max(1, num_forwards - 1)
+    return [first, *(rest * (n + 1) // others - rest * n // others for n in range(others))]
+
+
+def _run(runner: ModelRunner, feeds: Sequence[_Feed]) -> torch.Tensor:
+    """Logits [T, V] of the probed row, one forward per width."""
     cache = runner.cache
-    vocab_size = runner.model.config.get_text_config().vocab_size
-    sequences = [list(token_ids)] + [
-        probe_token_ids(vocab_size, len(token_ids) + number, seed=3 + number)
-        for number in range(num_neighbours)
-    ]
-    rows = [cache.allocate_row(sequence[:1])[0] for sequence in sequences]
-    fed = [0] * len(sequences)
+    rows = [cache.allocate_row(feed.token_ids[:1])[0] for feed in feeds]
     found: list[torch.Tensor] = []
     try:
-        for row, sequence in zip(rows, sequences, strict=True):
-            cache.reserve(row, len(sequence))
-        for width in widths:
-            forward_rows = []
-            for number, sequence in enumerate(sequences):
-                count = width if number == 0 else min(width + number, len(sequence) - fed[number])
-                chunk = sequence[fed[number] : fed[number] + count]
-                if chunk:
-                    forward_rows.append(
-                        ForwardRow(rows[number], chunk, fed[number], width if number == 0 else 0)
-                    )
-                fed[number] += len(chunk)
-            found.append(runner.forward(forward_rows))
+        for row, feed in zip(rows, feeds, strict=True):
+            cache.reserve(row, len(feed.token_ids))
+        for step in range(max(len(feed.widths) for feed in feeds)):
+            found.append(runner.forward(list(_rows_of_step(rows, feeds, step))))
     finally:
         for row in rows:
             cache.free_row(row, keep=False)
     return torch.cat(found)
+
+
+def _rows_of_step(rows: Sequence[int], feeds: Sequence[_Feed], step: int) -> Iterable[ForwardRow]:
+    for row, feed in zip(rows, feeds, strict=True):
+        if step < len(feed.widths) and feed.widths[step]:
+            start, width = sum(feed.widths[:step]), feed.widths[step]
+            chunk = feed.token_ids[start : start + width]
+            yield ForwardRow(row, chunk, start, width if feed.is_probed else 0)
