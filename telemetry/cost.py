@@ -15,10 +15,14 @@ from dataclasses import dataclass
 
 from engine.stats import RowStepStats, StepStats
 from telemetry.clock import AnchoredClock
-from telemetry.ledger.records import CapacityRecord, ModelRecord, PriceRecord, RequestCost
+from telemetry.ledger.records import (
+    NANOSECONDS_PER_HOUR,
+    CapacityRecord,
+    ModelRecord,
+    PriceRecord,
+    RequestCost,
+)
 from telemetry.prices import PriceSchedule
-
-NANOSECONDS_PER_HOUR = 3_600_000_000_000
 
 
 def split_by_weight(total: int, weights: Sequence[int]) -> list[int]:

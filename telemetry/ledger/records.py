@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 from uuid import uuid4
 
+NANOSECONDS_PER_HOUR = 3_600_000_000_000
 ALLOCATION_METHOD = "step-positions-v1"
 
 

@@ -33,12 +33,18 @@ def open_ledger(url: str, *, read_only: bool = False) -> Engine:
         event.listen(engine, "connect", _sqlite_read_only if read_only else _sqlite_read_write)
         event.listen(engine, "begin", _sqlite_begin if read_only else _sqlite_begin_immediate)
         return engine
-    options = "-c default_transaction_read_only=on" if read_only else ""
-    return create_engine(
-        parsed,
-        pool_pre_ping=True,
-        connect_args={"connect_timeout": 5, "options": options, "application_name": "tandem"},
-    )
+    arguments: dict[str, object] = {
+        "application_name": "tandem",
+        "connect_timeout": 5,
+        # A network that swallows packets must look like a failure within seconds.
+        "tcp_user_timeout": 15_000,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 2,
+    }
+    if read_only:
+        arguments["options"] = "-c default_transaction_read_only=on"
+    return create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
 
 
 def migrate(url: str, revision: str = "head") -> None:
