@@ -1,10 +1,18 @@
 """Rows of the ledger as Arrow batches: what is selected, and how it streams.
 
-ADBC fills Arrow buffers in C and streams, so that memory does not grow with the ledger.
+The rows come from a process of its own (exports.arrow_worker) through a pipe. Its driver links
+a second copy of SQLite, and two copies in one process undo each other's file locks on the same
+database; apart they respect them. It also keeps a second core busy.
 """
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 import pyarrow as pa
 from sqlalchemy import Dialect, Select
@@ -108,40 +116,95 @@ ACCEPTANCE_SCHEMA = pa.schema([(name, pa.int64()) for name in ACCEPTANCE_COLUMNS
 
 
 class ArrowReader:
-    """One connection that streams one answer at a time. Raises SourceError when it breaks."""
+    """One worker, started on first use, that streams one answer at a time.
+
+    Raises SourceError when the ledger or the worker fails.
+    """
 
     def __init__(self, url: URL, dialect: Dialect) -> None:
         self._dialect = dialect
         self._is_sqlite = dialect.name == "sqlite"
-        self._connection: Any = _connect(url)
+        self._database = (
+            str(url.database)
+            if self._is_sqlite
+            else url.set(drivername="postgresql").render_as_string(hide_password=False)
+        )
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._complaints: IO[bytes] | None = None
 
     def close(self) -> None:
-        """Release the connection."""
-        self._connection.close()
+        """End the worker, whatever it is doing."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+            self._worker = None
+        if self._complaints is not None:
+            self._complaints.close()
+            self._complaints = None
 
     def batches(
         self, statement: Select[Any], columns: Sequence[InstrumentedAttribute[Any]]
     ) -> Iterator[pa.RecordBatch]:
-        """The statement's rows, in batches that are never empty, with the columns' names."""
+        """The statement's rows, in batches that are never empty, with the columns' names.
+
+        Take all of them before the next call.
+        """
         names = [column.key for column in columns]
         sql = str(
             statement.compile(dialect=self._dialect, compile_kwargs={"literal_binds": True})
         ).replace("%%", "%")
-        options = {}
         if self._is_sqlite:
             sql = f"{_typed_row(columns)} UNION ALL SELECT * FROM ({sql})"  # noqa: S608 - no input
-            options["adbc.sqlite.query.batch_rows"] = str(BATCH_ROWS)
+        is_first = self._is_sqlite
+        for batch in self._answer(sql):
+            rows = batch.slice(1) if is_first else batch
+            is_first = False
+            if rows.num_rows:
+                yield pa.RecordBatch.from_arrays(rows.columns, names)
+
+    def _answer(self, sql: str) -> Iterator[pa.RecordBatch]:
+        worker = self._worker or self._start()
+        # Both ends of a running worker are pipes.
+        stdin, stdout = cast("IO[bytes]", worker.stdin), cast("IO[bytes]", worker.stdout)
         try:
-            with self._connection.cursor(adbc_stmt_kwargs=options) as cursor:
-                cursor.execute(sql)
-                is_first = self._is_sqlite
-                for batch in cursor.fetch_record_batch():
-                    rows = batch.slice(1) if is_first else batch
-                    is_first = False
-                    if rows.num_rows:
-                        yield pa.RecordBatch.from_arrays(rows.columns, names)
-        except self._connection.Error as error:
-            raise SourceError(f"the ledger cannot be read: {error}") from error
+            self._send(stdin, {"sql": sql})
+            with pa.ipc.open_stream(pa.input_stream(stdout)) as stream:
+                yield from stream
+        except (OSError, pa.ArrowException) as error:
+            complaint = self._complaint() or str(error)
+            self.close()
+            raise SourceError(f"the ledger cannot be read: {complaint}") from error
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self._worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", "exports.arrow_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        # Not an argument: it may hold a password, which `ps` would show.
+        self._send(
+            cast("IO[bytes]", self._worker.stdin),
+            {"dialect": self._dialect.name, "database": self._database, "batch_rows": BATCH_ROWS},
+        )
+        return self._worker
+
+    @staticmethod
+    def _send(stdin: IO[bytes], message: dict[str, Any]) -> None:
+        stdin.write(json.dumps(message).encode() + b"\n")
+        stdin.flush()
+
+    def _complaint(self) -> str:
+        if self._worker is None or self._complaints is None:
+            return ""
+        self._worker.wait(timeout=10)
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
 
 def _typed_row(columns: Sequence[InstrumentedAttribute[Any]]) -> str:
@@ -153,19 +216,3 @@ def _typed_row(columns: Sequence[InstrumentedAttribute[Any]]) -> str:
         return {int: "0", float: "0.0", str: "''"}[column.type.python_type]
 
     return "SELECT " + ", ".join(literal(column) for column in columns)
-
-
-def _connect(url: URL) -> Any:
-    if url.get_backend_name() == "sqlite":
-        from adbc_driver_sqlite import dbapi
-
-        connection = dbapi.connect(str(url.database))
-        with connection.cursor() as cursor:
-            cursor.execute("PRAGMA query_only=ON")
-            cursor.execute("PRAGMA busy_timeout=30000")
-        return connection
-    from adbc_driver_postgresql import dbapi as postgresql
-
-    return postgresql.connect(
-        url.set(drivername="postgresql").render_as_string(hide_password=False)
-    )

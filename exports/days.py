@@ -108,8 +108,12 @@ class DayWriter:
 
     def _requests_with_acceptance(self, day: date) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
         for batch in self.source.request_batches(day, self.watermark.ledger_id):
-            ids = batch.column("ledger_id")
-            parts = list(self.source.acceptance_batches(day, ids[0].as_py(), ids[-1].as_py()))
+            has_drafts = pc.greater(batch.column("num_draft_tokens"), 0)
+            drafting = batch.column("ledger_id").filter(has_drafts)
+            parts: list[pa.RecordBatch] = []
+            if len(drafting):
+                first, last = drafting[0].as_py(), drafting[-1].as_py()
+                parts = list(self.source.acceptance_batches(day, first, last))
             yield batch, pa.Table.from_batches(parts, ACCEPTANCE_SCHEMA)
 
     def _whole(self, table: Table, day: date | None, rows: pa.Table) -> list[DataFile]:

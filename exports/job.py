@@ -32,6 +32,7 @@ from exports.facts import (
 )
 from exports.lock import exclusive
 from exports.manifest import DataFile, Manifest, read_manifest, write_manifest
+from exports.retention import record_watermark
 from exports.schemas import (
     DIM_DATE,
     DIM_DRAFTER,
@@ -129,9 +130,13 @@ def run_export(
     with exclusive(target, options.wait_seconds), LedgerSource(ledger_url) as source:
         staging = target.staging_folder()
         try:
-            return _Run(source, target, staging, options, now, on_progress).publish()
+            run = _Run(source, target, staging, options, now, on_progress)
+            summary = run.publish()
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+        if summary.is_published:
+            record_watermark(ledger_url, target.location, run.last_ledger_id, now)
+        return summary
 
 
 class _Run:
@@ -162,6 +167,10 @@ class _Run:
             np.array(source.superseded_ids(self._watermark.ledger_id), dtype=np.int64),
             self._count_rows,
         )
+
+    @property
+    def last_ledger_id(self) -> int:
+        return self._watermark.ledger_id
 
     def publish(self) -> ExportSummary:
         after = Watermark() if self._options.full else self._before.watermark
