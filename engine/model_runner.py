@@ -89,13 +89,12 @@ class ModelRunner:
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,  # [num_heads], sinks
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         plan = self._plan
         if plan is None:
             raise RuntimeError("the model was called outside ModelRunner.forward")
-        if kwargs.get("s_aux") is not None:
-            raise NotImplementedError("attention sinks")
         layer: int = module.layer_idx  # type: ignore[assignment]
         num_heads, num_tokens = query.shape[1], query.shape[2]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -105,7 +104,7 @@ class ModelRunner:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         outputs = [
             self._attend_group(
-                index, group, tokens, keys, values, num_heads, scale, sliding_window, softcap
+                index, group, tokens, keys, values, num_heads, scale, sliding_window, softcap, s_aux
             )
             for index, group in enumerate(plan.groups)
         ]
@@ -125,6 +124,7 @@ class ModelRunner:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """[R * W, num_heads * value_size]."""
         num_rows, width, num_kv_heads = group.num_rows, group.width, keys.shape[1]
@@ -141,12 +141,17 @@ class ModelRunner:
         mask = self._mask(index, group, fold, window, folded.dtype)
         group_keys = _rows_of(keys, group, self.cache.block_size)
         group_values = _rows_of(values, group, self.cache.block_size)
-        if softcap is None:
+        if softcap is None and sinks is None:
             attended = F.scaled_dot_product_attention(
                 folded, group_keys, group_values, attn_mask=mask, scale=scale
             )
         else:
-            attended = _attend_with_softcap(folded, group_keys, group_values, mask, scale, softcap)
+            if sinks is not None:
+                sinks = sinks.view(num_kv_heads, fold, 1).expand(-1, -1, width)
+                sinks = F.pad(sinks.reshape(num_kv_heads, -1), (0, num_padding))
+            attended = _attend_by_hand(
+                folded, group_keys, group_values, mask, scale, softcap, sinks
+            )
         return (
             attended[:, :, : fold * width]
             .view(num_rows, num_kv_heads, fold, width, -1)
@@ -194,16 +199,24 @@ def _rows_of(slots: torch.Tensor, group: AttentionGroup, block_size: int) -> tor
     return rows.transpose(1, 2)
 
 
-def _attend_with_softcap(
+def _attend_by_hand(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [num_kv_heads, folded query rows]
 ) -> torch.Tensor:
-    """Attention whose scores are squashed to (-softcap, softcap) before the mask (Gemma 2)."""
+    """What no fused kernel offers: scores squashed to (-softcap, softcap) before the mask
+    (Gemma 2), and a score per head that takes its share of the softmax and adds nothing
+    (gpt-oss)."""
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
-    scores = torch.tanh(scores / softcap) * softcap + mask
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        sink_scores = sinks.float()[None, :, :, None].expand(scores.shape[0], -1, -1, 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
-    return torch.matmul(weights, values)
+    return torch.matmul(weights[..., : values.shape[2]], values)
