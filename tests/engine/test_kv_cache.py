@@ -82,7 +82,7 @@ class ModelRow:
     salt: str
     token_ids: list[int]
     length: int
-    never_below: int = 0
+    never_below: int
 
 
 @dataclass(slots=True)
@@ -125,7 +125,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert 0 <= num_cached < len(token_ids)
         assert self.cache.length(row) == num_cached
-        self.model.rows[row] = ModelRow(salt, list(token_ids), num_cached)
+        never_below = 0 if self.cache.is_contiguous else num_cached
+        self.model.rows[row] = ModelRow(salt, list(token_ids), num_cached, never_below)
 
     @precondition(lambda self: self.model.rows)
     @rule(data=st.data(), new=st.lists(st.integers(0, 1), max_size=6), num_drafts=st.integers(0, 4))
@@ -185,7 +186,7 @@ class TinyBlocksMachine(CacheMachine):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
