@@ -50,13 +50,29 @@ def accept_by_rejection(
     passes = (uniform * draft_at_draft < target_at_draft) & is_drafted
     num_accepted = passes.long().cumprod(dim=1).sum(dim=1)
     rows = torch.arange(num_rows, device=num_drafts.device)
-    next_probs = target_probs[rows, num_accepted]
-    was_refused = num_accepted < num_drafts
-    if num_positions:
-        refused_at = num_accepted.clamp(max=num_positions - 1)
-        residual = (next_probs - draft_probs[rows, refused_at]).clamp(min=0)
-        # The residual is zero everywhere only when both distributions are equal up to rounding.
-        usable = was_refused & (residual.sum(dim=1) > 0)
-        next_probs = torch.where(usable.unsqueeze(1), residual, next_probs)
+    next_probs = next_token_probs(target_probs, draft_probs, num_accepted, num_drafts)
     scores = next_probs.log() + noise[rows, num_accepted]
     return num_accepted, scores.argmax(dim=1)
+
+
+def next_token_probs(
+    target_probs: torch.Tensor,  # [R, K + 1, V]
+    draft_probs: torch.Tensor,  # [R, K, V]
+    num_accepted: torch.Tensor,  # [R]
+    num_drafts: torch.Tensor,  # [R]
+) -> torch.Tensor:
+    """[R, V] what the recovered or bonus token is drawn from, up to a factor per row.
+
+    After a refusal the residual max(target - draft, 0), after full acceptance the target's
+    own probabilities of the next position.
+    """
+    num_rows, num_positions = draft_probs.shape[:2]
+    rows = torch.arange(num_rows, device=num_drafts.device)
+    next_probs = target_probs[rows, num_accepted]
+    if num_positions == 0:
+        return next_probs
+    refused_at = num_accepted.clamp(max=num_positions - 1)
+    residual = (next_probs - draft_probs[rows, refused_at]).clamp(min=0)
+    # The residual is zero everywhere only when both distributions are equal up to rounding.
+    is_usable = (num_accepted < num_drafts) & (residual.sum(dim=1) > 0)
+    return torch.where(is_usable.unsqueeze(1), residual, next_probs)
