@@ -158,7 +158,7 @@ class Server:
         await self._wait_empty(grace_seconds)
 
     async def _wait_empty(self, seconds: float) -> None:
-        if self._engine.state is not EngineState.RUNNING:
+        if self._engine.state is not EngineState.RUNNING or not self._live:
             return
         try:
             await asyncio.wait_for(self._live.wait_until_empty(), seconds)

@@ -155,6 +155,14 @@ class Client:
         response: pb.GetLoadResponse = self._call(self.stub.GetLoad, pb.GetLoadRequest())
         return response
 
+    def is_reachable(self, timeout_seconds: float) -> bool:
+        """Whether something listens at the address."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout_seconds)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
+
     def wait_until_ready(self, timeout_seconds: float) -> pb.GetModelResponse:
         """The model, once the server serves it. Raises TandemError when it does not in time."""
         deadline_at = time.monotonic() + timeout_seconds

@@ -50,7 +50,7 @@ class CallInterceptor(aio.ServerInterceptor):
             behaviour = getattr(handler, kind)
             if behaviour is not None:
                 make = getattr(grpc, f"{kind}_rpc_method_handler")
-                wrapped: "Handler" = make(
+                wrapped: Handler = make(
                     self._wrap(method, behaviour, is_stream=handler.response_streaming),
                     handler.request_deserializer,
                     handler.response_serializer,

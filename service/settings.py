@@ -4,6 +4,7 @@ Durations are in seconds and sizes in bytes unless the name says otherwise.
 """
 
 import ipaddress
+from decimal import Decimal
 from pathlib import Path
 from typing import Self
 
@@ -68,9 +69,10 @@ class ServiceSettings(BaseSettings):
 
     # Telemetry
     ledger_url: str | None = None  # None: SQLite under `home`
-    otlp_endpoint: str | None = None
-    price_per_hour_usd: float = Field(default=1.0, ge=0)
+    price_per_hour_usd: Decimal = Field(default=Decimal("1.00"), ge=0)
     home: Path = Path("~/.cache/tandem")
+
+    log_level: str = "INFO"
 
     @model_validator(mode="after")
     def _check_listening(self) -> Self:

@@ -1,4 +1,4 @@
-"""Stand-ins with the interfaces of the real parts: an engine without a model, a ledger in memory."""
+"""Stand-ins with the interfaces of real parts: an engine without a model, a ledger in memory."""
 
 import threading
 import time

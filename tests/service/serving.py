@@ -26,7 +26,7 @@ class Running:
         self.engine = engine
         self.recording = recording
         self.channel = channel
-        self.stub: Any = pb_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        self.stub: Any = pb_grpc.GenerationServiceStub(channel)
         self.address = f"127.0.0.1:{server.port}"
 
 

@@ -22,7 +22,7 @@ def text_request(text: str = "the quick brown fox", **fields: object) -> pb.Gene
 
 async def wait_until(condition: object, seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)
 
