@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import EngineConfig
 from engine.drafter.base import Drafter
@@ -12,9 +12,10 @@ from engine.drafter.chain import DrafterChain
 from engine.drafter.draft_model import DraftModelDrafter
 from engine.drafter.prompt_lookup import PromptLookupDrafter
 from engine.kv_cache import KVCache, KVCacheShape
-from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, Padding
+from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, PACKED_PADDING, Padding
 from engine.loader import LoadedModel, check_same_vocabulary
 from engine.model_runner import ModelRunner
+from engine.packed_linear import can_pack, is_all_packed, pack_linears
 from engine.probe import check_agreement, probe_guarantee
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -64,9 +65,9 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
     caches = _make_caches(config, examined, max_tokens)
-    padding = NO_PADDING if config.numerics == "fast" else INVARIANT_PADDING
+    is_fast = config.numerics == "fast"
     made = [
-        _make_runner(model, cache, padding) for model, cache in zip(examined, caches, strict=True)
+        _make_runner(model, cache, is_fast) for model, cache in zip(examined, caches, strict=True)
     ]
     runners = [runner for runner, _ in made]
     guarantee = made[0][1]
@@ -84,7 +85,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         fingerprint=target.fingerprint,
         dtype=str(target.model.dtype).removeprefix("torch."),
         device=str(device),
-        num_parameters=sum(p.numel() for p in target.model.parameters()),
+        num_parameters=target.num_parameters,
         vocab_size=vocab_size,
         max_model_tokens=max_tokens,
         numerics=numerics,
@@ -114,7 +115,7 @@ def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
     return _Examined(loaded, shape, logits, token_ids)
 
 
-def _make_runner(examined: _Examined, cache: KVCache, padding: Padding) -> tuple[ModelRunner, str]:
+def _make_runner(examined: _Examined, cache: KVCache, is_fast: bool) -> tuple[ModelRunner, str]:
     """A runner over `cache` and its measured guarantee; the probes use a cache of their own."""
     size = cache.block_size
     most_tokens = min(cache.max_tokens, max(_PROBE_TOKENS, len(examined.token_ids) + 1))
@@ -125,11 +126,18 @@ def _make_runner(examined: _Examined, cache: KVCache, padding: Padding) -> tuple
         num_blocks=_PROBE_ROWS * -(-most_tokens // size),
         block_size=None if cache.is_contiguous else size,
     )
-    runner = ModelRunner(examined.loaded.model, scratch, padding)
+    model = examined.loaded.model
+    if can_pack(model):
+        pack_linears(model)
+    runner = ModelRunner(model, scratch, NO_PADDING if is_fast else _invariant_padding(model))
     check_agreement(examined.loaded.name, runner, examined.logits, examined.token_ids)
     guarantee = probe_guarantee(runner)
     runner.cache = cache
     return runner, guarantee
+
+
+def _invariant_padding(model: PreTrainedModel) -> Padding:
+    return PACKED_PADDING if is_all_packed(model) else INVARIANT_PADDING
 
 
 def _make_caches(config: EngineConfig, examined: list[_Examined], max_tokens: int) -> list[KVCache]:

@@ -30,6 +30,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
+    num_parameters: int
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int
 
@@ -107,6 +108,7 @@ def describe_model(
         model=model,
         tokenizer=tokenizer,
         fingerprint=_fingerprint(name, model),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         max_context_tokens=context,
     )

@@ -56,7 +56,8 @@ class Padding:
     """What sizes are rounded up to, so that a token's bits do not depend on its company.
 
     The recipe: a forward has a multiple of `tokens` tokens, attention a multiple of
-    `query_rows` folded query rows over a multiple of `keys` keys.
+    `query_rows` folded query rows over a multiple of `keys` keys. Packed linear layers need
+    only that a token is never alone.
     """
 
     tokens: int
@@ -65,6 +66,7 @@ class Padding:
 
 
 INVARIANT_PADDING = Padding(tokens=8, query_rows=4, keys=128)
+PACKED_PADDING = Padding(tokens=2, query_rows=4, keys=128)
 NO_PADDING = Padding(tokens=1, query_rows=1, keys=1)
 
 
