@@ -1,13 +1,12 @@
 """The same prompts decoded by transformers on the target alone: what the answers must equal."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from service.demo.answers import Answer
 
 
 def decode_alone(
-    target: Path, answers: Sequence[Answer], report: Callable[[int], None]
+    target: str, answers: Sequence[Answer], report: Callable[[int], None]
 ) -> tuple[tuple[int, ...], ...]:
     """Greedy float32 output of `generate` for each answer's prompt, one prompt at a time.
 
@@ -18,7 +17,7 @@ def decode_alone(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     references = []
     for num_done, answer in enumerate(answers, start=1):
         prompt = torch.tensor([answer.prompt_token_ids])

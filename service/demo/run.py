@@ -75,11 +75,11 @@ def run_demo(settings: DemoSettings, console: Console) -> bool:
     return all(is_equal)
 
 
-def _fetch(target: str, console: Console) -> Path:
+def _fetch(target: str, console: Console) -> str:
     home = default_home()
     if target in CATALOGUE:
         pull(target, home, lambda message: console.print(message, highlight=False))
-    return Path(resolve_model(target, home))
+    return resolve_model(target, home)
 
 
 def _serve(
@@ -108,7 +108,7 @@ def _serve(
     return on, off
 
 
-def _decode_alone(target: Path, on: Round, console: Console) -> tuple[tuple[int, ...], ...]:
+def _decode_alone(target: str, on: Round, console: Console) -> tuple[tuple[int, ...], ...]:
     title = "transformers' generate, target alone"
     if not console.is_terminal:
         console.print(title)
