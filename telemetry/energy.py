@@ -182,6 +182,11 @@ class EnergyMeter:
         return self._source.name if self._source else NO_SOURCE
 
     @property
+    def has_source(self) -> bool:
+        """Whether there is a counter at all."""
+        return self._source is not None
+
+    @property
     def is_answering(self) -> bool:
         """Whether the last reading of the source worked."""
         return self._reading is not None

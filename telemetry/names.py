@@ -7,6 +7,9 @@ labels never become attributes of a metric.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+from opentelemetry.metrics import Meter
 
 SCOPE = "tandem"
 PROVIDER = "tandem"
@@ -271,3 +274,19 @@ METRICS: tuple[MetricSpec, ...] = (
     QUEUE_DEPTH, BLOCKS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
     LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
 )  # fmt: skip
+
+
+def create_instrument(meter: Meter, spec: MetricSpec) -> Any:
+    """The instrument that `spec` describes."""
+    match spec.instrument:
+        case Instrument.COUNTER:
+            return meter.create_counter(spec.name, spec.unit, spec.description)
+        case Instrument.GAUGE:
+            return meter.create_gauge(spec.name, spec.unit, spec.description)
+        case Instrument.HISTOGRAM:
+            return meter.create_histogram(
+                spec.name,
+                spec.unit,
+                spec.description,
+                explicit_bucket_boundaries_advisory=spec.buckets,
+            )

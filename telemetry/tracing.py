@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from opentelemetry import baggage, propagate, trace
+from opentelemetry import baggage, metrics, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
@@ -18,6 +18,7 @@ from engine.stats import RequestStats, StepStats
 from telemetry import names
 
 _MAX_STEP_LINKS = 128
+_call_duration = names.create_instrument(metrics.get_meter(names.SCOPE), names.CALL_DURATION)
 
 
 def _wall_offset() -> int:
@@ -59,6 +60,7 @@ class CallSpan:
 
     span: Span
     context: Context
+    method: str
     started_at: float
     ended: bool = False
 
@@ -76,6 +78,11 @@ class CallSpan:
         if self.ended:
             return
         self.ended = True
+        _call_duration.record(
+            time.monotonic() - self.started_at,
+            {names.ATTR_RPC_METHOD: self.method, names.ATTR_RPC_STATUS_CODE: status_code},
+            context=self.context,
+        )
         self.span.set_attribute(names.ATTR_RPC_STATUS_CODE, status_code)
         if status_code != "OK":
             self.span.set_attribute(names.ATTR_ERROR_TYPE, status_code)
@@ -86,7 +93,11 @@ class CallSpan:
 def start_call_span(
     method: str, metadata: Mapping[str, str], tracer: Tracer | None = None
 ) -> CallSpan:
-    """Begin the SERVER span of a call; `method` is `package.Service/Method`."""
+    """Begin the SERVER span of a call.
+
+    `method` is the `package.Service/Method` of a registered handler, never what a caller made up:
+    it becomes an attribute of a metric.
+    """
     tracer = tracer or trace.get_tracer(names.SCOPE)
     parent = extract_context(metadata)
     span = tracer.start_span(
@@ -95,7 +106,7 @@ def start_call_span(
         kind=SpanKind.SERVER,
         attributes={names.ATTR_RPC_SYSTEM: "grpc", names.ATTR_RPC_METHOD: method},
     )
-    return CallSpan(span, trace.set_span_in_context(span, parent), time.monotonic())
+    return CallSpan(span, trace.set_span_in_context(span, parent), method, time.monotonic())
 
 
 @dataclass(slots=True)

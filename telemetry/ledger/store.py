@@ -201,14 +201,14 @@ def _upsert_instance(connection: Connection, record: InstanceRecord) -> None:
         "stopped_at": record.stopped_at,
     }
     connection.execute(insert_ignoring(connection, table).values(values))
+    changes = {"last_seen_at": record.last_seen_at}
+    if record.stopped_at is not None:
+        changes["stopped_at"] = record.stopped_at
     connection.execute(
         update(table)
         .where(table.c.instance_id == record.instance_id)
         .where(table.c.last_seen_at <= record.last_seen_at)
-        .values(
-            last_seen_at=record.last_seen_at,
-            stopped_at=func.coalesce(record.stopped_at, table.c.stopped_at),
-        )
+        .values(changes)
     )
 
 

@@ -232,7 +232,7 @@ class LedgerWriter:
                     if self._queue and segments:
                         return
             self._run_prepare()
-        except SQLAlchemyError as error:
+        except Exception as error:  # a migration may fail in its own ways; all are tried again
             self._database_failed(error)
 
     def _run_prepare(self) -> None:

@@ -1,0 +1,411 @@
+"""Records the service's work: metrics, spans, cost, energy and the ledger behind one interface."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import fields, replace
+
+from opentelemetry import trace
+
+from engine.request import GenerationRequest
+from engine.stats import RequestStats, StepStats
+from telemetry import names
+from telemetry.accounting import Accounting
+from telemetry.clock import AnchoredClock
+from telemetry.latency import summarise_latency
+from telemetry.ledger.records import (
+    AuditRecord,
+    DrafterRecord,
+    InstanceRecord,
+    LatencySummary,
+    ModelRecord,
+    Outcome,
+    RequestCost,
+    RequestRecord,
+    SamplingSummary,
+    StartRecord,
+    TokenCounts,
+    new_record_id,
+)
+from telemetry.ledger.writer import LedgerWriter
+from telemetry.metrics import Metrics
+from telemetry.pseudonym import TenantKey
+from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
+from telemetry.tracing import RequestTrace, record_step_span
+
+_log = logging.getLogger(__name__)
+_TICK_SECONDS = 0.1
+_HEARTBEAT_SECONDS = 60.0
+_MAX_REMEMBERED_IDS = 100_000
+_OUTCOMES = {
+    "OK": Outcome.COMPLETED,
+    "CANCELLED": Outcome.CANCELLED,
+    "DEADLINE_EXCEEDED": Outcome.DEADLINE_EXCEEDED,
+}
+_COUNT_NAMES = tuple(spec.name for spec in fields(TokenCounts))
+
+
+class Recorder:
+    """The implementation of `telemetry.recording.Recording`.
+
+    `on_step` only queues: steps are accounted for on a thread of its own, or by the `on_finished`
+    that needs them, so that the engine thread never pays for telemetry.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelRecord,
+        instance: InstanceRecord,
+        writer: LedgerWriter,
+        accounting: Accounting,
+        metrics: Metrics,
+        clock: AnchoredClock,
+        tenant_key: TenantKey,
+        drafter_fingerprints: Mapping[str, str] | None = None,
+        step_span_every: int = 0,
+    ) -> None:
+        self._model = model
+        self._instance = instance
+        self._writer = writer
+        self._accounting = accounting
+        self._metrics = metrics
+        self._clock = clock
+        self._tenant_key = tenant_key
+        self._drafter_fingerprints = dict(drafter_fingerprints or {})
+        self._step_span_every = step_span_every
+        self._steps: deque[StepStats] = deque()
+        self._lock = threading.Lock()  # guards all that follows
+        self._open: dict[str, OpenRequest] = {}
+        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._closing = threading.Event()
+        self._heartbeat_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self,
+        request: GenerationRequest,
+        *,
+        labels: Mapping[str, str],
+        variant: str,
+        trace: RequestTrace | None,
+    ) -> OpenRequest:
+        """See Recording."""
+        with self._lock:
+            attempt = self._next_attempt(request.request_id)
+        open_request = OpenRequest(
+            record_id=new_record_id(),
+            request_id=request.request_id,
+            attempt=attempt,
+            started_at=self._clock.utc_of(request.arrived_at or time.monotonic()),
+            sampling=_summary_of(request),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            variant=variant,
+            tenant=self._tenant_key.pseudonym(request.tenant),
+            labels=dict(labels),
+            trace=trace,
+        )
+        with self._lock:
+            self._open[request.request_id] = open_request
+            price = self._accounting.price
+        self._writer.submit(
+            StartRecord(
+                record_id=open_request.record_id,
+                instance_id=self._instance.instance_id,
+                request_id=open_request.request_id,
+                attempt=attempt,
+                started_at=open_request.started_at,
+                model=self._model,
+                variant=variant or None,
+                tenant=open_request.tenant,
+                price=price,
+                num_prompt_tokens=open_request.num_prompt_tokens,
+                labels=dict(labels),
+                trace_id=trace.trace_id if trace else None,
+            )
+        )
+        return open_request
+
+    def on_step(self, stats: StepStats) -> None:
+        """See Recording."""
+        self._steps.append(stats)
+
+    def on_finished(
+        self, open_request: OpenRequest, stats: RequestStats, *, status_code: str
+    ) -> FinishedRequest:
+        """See Recording."""
+        cost = self._settle(open_request)
+        latency = summarise_latency(stats)
+        outcome = _OUTCOMES.get(status_code, Outcome.FAILED)
+        record = replace(
+            self._record(open_request, outcome, status_code, latency, cost),
+            finished_at=self._clock.utc_of(stats.finished_at),
+            counts=TokenCounts(**{name: getattr(stats, name) for name in _COUNT_NAMES}),
+            drafted_per_position=tuple(stats.drafted_per_position),
+            accepted_per_position=tuple(stats.accepted_per_position),
+            drafter=self._drafter(stats.drafter),
+            finish_reason=str(stats.finish_reason),
+            error=stats.error,
+        )
+        durable = self._writer.submit(record)
+        with _never_failing("metrics of a finished request"):
+            span = open_request.trace
+            context = trace.set_span_in_context(span.span, span.context) if span else None
+            self._metrics.on_finished(stats, latency, outcome, open_request.variant, context)
+            self._metrics.on_cost(cost)
+            if span is not None:
+                span.finish(stats, status_code, _span_attributes(stats, cost))
+        return FinishedRequest(cost, latency, durable)
+
+    def on_lost(self, open_request: OpenRequest, *, status_code: str, error: str) -> None:
+        """See Recording."""
+        cost = self._settle(open_request)
+        now = self._clock.utc(self._clock.now_nanoseconds())
+        latency = LatencySummary(
+            e2e_seconds=max(0.0, (now - open_request.started_at).total_seconds())
+        )
+        outcome = _OUTCOMES.get(status_code, Outcome.FAILED)
+        if outcome is Outcome.COMPLETED:
+            raise ValueError("a request that was lost cannot have the status OK")
+        record = replace(
+            self._record(open_request, outcome, status_code, latency, cost), error=error
+        )
+        self._writer.submit(record)
+        with _never_failing("metrics of a lost request"):
+            self._metrics.on_cost(cost)
+            if open_request.trace is not None:
+                open_request.trace.finish_without_stats(status_code)
+
+    def on_refused(
+        self,
+        request_id: str,
+        *,
+        status_code: str,
+        reason: str,
+        error: str,
+        tenant: str = "",
+        labels: Mapping[str, str] | None = None,
+        num_prompt_tokens: int = 0,
+        trace_id: str | None = None,
+    ) -> None:
+        """See Recording."""
+        record_id = new_record_id()
+        now = self._clock.utc(self._clock.now_nanoseconds())
+        with self._lock:
+            attempt = self._next_attempt(request_id) if request_id else 1
+        self._writer.submit(
+            RequestRecord(
+                record_id=record_id,
+                instance_id=self._instance.instance_id,
+                request_id=request_id or record_id,
+                attempt=attempt,
+                started_at=now,
+                finished_at=now,
+                outcome=Outcome.REFUSED,
+                status_code=status_code,
+                latency=LatencySummary(e2e_seconds=0.0),
+                counts=TokenCounts(num_prompt_tokens=num_prompt_tokens),
+                model=self._model,
+                tenant=self._tenant_key.pseudonym(tenant),
+                labels=dict(labels or {}),
+                trace_id=trace_id,
+                error=error,
+            )
+        )
+        with _never_failing("metrics of a refused request"):
+            self._metrics.on_refused(reason)
+
+    def on_audit(self, finding: AuditFinding) -> None:
+        """See Recording."""
+        self._writer.submit(
+            AuditRecord(
+                audit_uid=new_record_id(),
+                request_id=finding.request_id,
+                record_id=finding.record_id,
+                instance_id=self._instance.instance_id,
+                audited_at=self._clock.utc(self._clock.now_nanoseconds()),
+                model=self._model,
+                drafter=self._drafter(finding.drafter),
+                variant=finding.variant or None,
+                verdict=str(finding.verdict),
+                num_checked_tokens=finding.num_checked_tokens,
+                num_mismatched_tokens=finding.num_mismatched_tokens,
+                first_mismatch_index=finding.first_mismatch_index,
+                smallest_margin=finding.smallest_margin,
+                epsilon=finding.epsilon,
+                audit_seconds=finding.audit_seconds,
+            )
+        )
+        with _never_failing("metrics of an audit"):
+            self._metrics.on_audit(str(finding.verdict))
+
+    def close(self) -> None:
+        """See Recording."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        with self._lock:
+            self._drain()
+            now = self._clock.now_nanoseconds()
+            intervals = self._accounting.close(now)
+            if self._open:
+                _log.error("%d requests were still open when telemetry closed", len(self._open))
+        for interval in intervals:
+            self._writer.submit(interval)
+        ended_at = self._clock.utc(now)
+        last: Future[bool] = self._writer.submit(
+            replace(self._instance, last_seen_at=ended_at, stopped_at=ended_at)
+        )
+        with contextlib.suppress(TimeoutError):
+            last.result(timeout=10.0)
+        with _never_failing("the last reading of the ledger"):
+            self._metrics.on_ledger(self._writer.status())
+        self._writer.close()
+
+    def _settle(self, open_request: OpenRequest) -> RequestCost:
+        with self._lock:
+            found = self._open.get(open_request.request_id)
+            if found is None or found.record_id != open_request.record_id:
+                raise ValueError(f"request {open_request.request_id} was finished before")
+            self._drain()
+            del self._open[open_request.request_id]
+            return self._accounting.finish(open_request.request_id)
+
+    def _record(
+        self,
+        open_request: OpenRequest,
+        outcome: Outcome,
+        status_code: str,
+        latency: LatencySummary,
+        cost: RequestCost,
+    ) -> RequestRecord:
+        return RequestRecord(
+            record_id=open_request.record_id,
+            instance_id=self._instance.instance_id,
+            request_id=open_request.request_id,
+            attempt=open_request.attempt,
+            started_at=open_request.started_at,
+            finished_at=self._clock.utc(self._clock.now_nanoseconds()),
+            outcome=outcome,
+            status_code=status_code,
+            latency=latency,
+            counts=TokenCounts(num_prompt_tokens=open_request.num_prompt_tokens),
+            cost=cost,
+            sampling=open_request.sampling,
+            model=self._model,
+            variant=open_request.variant or None,
+            tenant=open_request.tenant,
+            price=self._accounting.price,
+            labels=dict(open_request.labels),
+            trace_id=open_request.trace.trace_id if open_request.trace else None,
+        )
+
+    def _drafter(self, name: str) -> DrafterRecord | None:
+        return DrafterRecord(name, self._drafter_fingerprints.get(name, "")) if name else None
+
+    def _next_attempt(self, request_id: str) -> int:
+        """Counts the uses of an id that this process remembers; the ledger knows the rest."""
+        attempt = self._attempts.pop(request_id, 0) + 1
+        self._attempts[request_id] = attempt
+        if len(self._attempts) > _MAX_REMEMBERED_IDS:
+            self._attempts.popitem(last=False)
+        return attempt
+
+    def _drain(self) -> None:
+        last: StepStats | None = None
+        while self._steps:
+            last = self._steps.popleft()
+            self._accounting.on_step(last)
+            with _never_failing("metrics of a step"):
+                self._metrics.on_step(last)
+                if self._step_span_every and last.step_index % self._step_span_every == 0:
+                    self._write_step_span(last)
+        if last is not None:
+            with _never_failing("gauges"):
+                self._metrics.on_load(last)
+
+    def _write_step_span(self, stats: StepStats) -> None:
+        traces = {
+            name: request.trace for name, request in self._open.items() if request.trace is not None
+        }
+        if traces:
+            record_step_span(stats, traces, next(iter(traces.values())).tracer)
+
+    def _run(self) -> None:
+        while not self._closing.wait(_TICK_SECONDS):
+            try:
+                self._tick()
+            except Exception:
+                _log.error("telemetry tick failed", exc_info=True)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._drain()
+            now = self._clock.now_nanoseconds()
+            if not self._open:
+                self._accounting.pass_idle(now)
+                self._metrics.on_idle()
+            measured = self._accounting.poll_energy(now)
+            intervals = self._accounting.take_intervals()
+        for interval in intervals:
+            self._writer.submit(interval)
+            self._metrics.on_interval(
+                interval.cost_idle_nano_usd,
+                interval.num_emitted_tokens,
+                interval.busy_nanoseconds,
+            )
+        if self._accounting.has_energy_source:
+            self._metrics.on_energy(
+                self._accounting.energy_source, measured, self._accounting.energy_answers
+            )
+        self._metrics.on_ledger(self._writer.status())
+        if now / 1e9 >= self._heartbeat_at:
+            self._heartbeat_at = now / 1e9 + _HEARTBEAT_SECONDS
+            self._writer.submit(replace(self._instance, last_seen_at=self._clock.utc(now)))
+
+
+def _summary_of(request: GenerationRequest) -> SamplingSummary:
+    sampling = request.sampling
+    return SamplingSummary(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        acceptance_rule=str(sampling.acceptance_rule),
+        seed=sampling.seed,
+        speculation_mode=str(request.speculation.mode),
+        max_tokens=request.stopping.max_tokens,
+    )
+
+
+def _span_attributes(stats: RequestStats, cost: RequestCost) -> dict[str, str | int | list[str]]:
+    attributes: dict[str, str | int | list[str]] = {
+        names.ATTR_GEN_AI_INPUT_TOKENS: stats.num_prompt_tokens,
+        names.ATTR_GEN_AI_CACHED_TOKENS: stats.num_cached_prompt_tokens,
+        names.ATTR_GEN_AI_OUTPUT_TOKENS: stats.num_output_tokens,
+        names.ATTR_GEN_AI_FINISH_REASONS: [str(stats.finish_reason)],
+        names.ATTR_GEN_AI_REQUEST_SEED: stats.seed,
+        names.ATTR_GEN_AI_RESPONSE_ID: stats.request_id,
+        names.ATTR_DRAFT_TOKENS: stats.num_draft_tokens,
+        names.ATTR_ACCEPTED_TOKENS: stats.num_accepted_tokens,
+        names.ATTR_VERIFY_STEPS: stats.num_verify_steps,
+        names.ATTR_DRAFTER: stats.drafter,
+        names.ATTR_COST_NANO_USD: cost.cost_nano_usd,
+        names.ATTR_ENERGY_SOURCE: cost.energy_source,
+    }
+    if cost.energy_microjoules is not None:
+        attributes[names.ATTR_ENERGY_MICROJOULES] = cost.energy_microjoules
+    return attributes
+
+
+@contextlib.contextmanager
+def _never_failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _log.error("telemetry failed at %s", what, exc_info=True)
