@@ -124,11 +124,7 @@ class ArrowReader:
     def __init__(self, url: URL, dialect: Dialect) -> None:
         self._dialect = dialect
         self._is_sqlite = dialect.name == "sqlite"
-        self._database = (
-            str(url.database)
-            if self._is_sqlite
-            else url.set(drivername="postgresql").render_as_string(hide_password=False)
-        )
+        self._database = str(url.database) if self._is_sqlite else _libpq_options(url)
         self._worker: subprocess.Popen[bytes] | None = None
         self._complaints: IO[bytes] | None = None
 
@@ -205,6 +201,13 @@ class ArrowReader:
         self._complaints.seek(0)
         lines = self._complaints.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
+
+
+def _libpq_options(url: URL) -> str:
+    from psycopg.conninfo import make_conninfo
+
+    arguments = url.translate_connect_args(username="user", database="dbname")
+    return make_conninfo(**{**arguments, **url.query})
 
 
 def _typed_row(columns: Sequence[InstrumentedAttribute[Any]]) -> str:
