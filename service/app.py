@@ -14,6 +14,7 @@ from engine.request import FinishReason
 from engine.stats import ModelInfo, StepStats
 from service import errors
 from service.admission import Admission, AdmissionLimits
+from service.calls import OpenCalls
 from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
 from service.health import SERVICE_NAME, HealthMonitor
 from service.interceptors import Authenticator, CallInterceptor
@@ -29,6 +30,7 @@ from telemetry.recording import Recording
 _log = logging.getLogger(__name__)
 _MIN_RETRY_SECONDS = 1.0
 _ENGINE_STOP_SECONDS = 10.0
+_LAST_WRITES_SECONDS = 0.5  # for statuses that are on their way; only open Watch calls use it up
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Server:
         self._recording: Recording | None = None
         self._is_draining = False
         self.failed = asyncio.Event()
+        self._open_calls = OpenCalls()
         self._live = LiveRequests(self._observe, self._cancel)
         self._engine = EngineThread(
             parts.build_engine, self._live.deliver, self._fail, self._record_step
@@ -94,7 +97,7 @@ class Server:
     async def listen(self) -> None:
         """Take the port; `port` is the one in use. Raises OSError when it is taken."""
         pb_grpc.add_GenerationServiceServicer_to_server(
-            GenerationServicer(self, self._settings), self._grpc
+            GenerationServicer(self, self._settings, self._open_calls), self._grpc
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._grpc)
         if self._settings.reflection:
@@ -141,9 +144,11 @@ class Server:
         """Refuse new requests, let live ones finish within the grace period, flush, end."""
         self._is_draining = True
         await self._health.close()
-        await self._drain(grace_seconds)
-        await self._grpc.stop(None)
-        await self._wait_empty(_ENGINE_STOP_SECONDS)
+        is_done = await self._open_calls.wait_for_none(grace_seconds)
+        if not is_done:
+            _log.warning("ending %d calls", len(self._open_calls))
+        await self._grpc.stop(_LAST_WRITES_SECONDS if is_done else None)
+        await self._wait_for_rows()
         if not await self._engine.stop(_ENGINE_STOP_SECONDS):
             _log.error("the engine did not leave its step")
         self._live.fail_all(EngineGoneError("the server has stopped"))
@@ -152,18 +157,14 @@ class Server:
         if self._recording is not None:
             await asyncio.to_thread(self._recording.close)
 
-    async def _drain(self, grace_seconds: float) -> None:
-        if self.failed.is_set():
-            return
-        await self._wait_empty(grace_seconds)
-
-    async def _wait_empty(self, seconds: float) -> None:
+    async def _wait_for_rows(self) -> None:
+        """Let the engine end what its clients have left, so that it is recorded in full."""
         if self._engine.state is not EngineState.RUNNING or not self._live:
             return
         try:
-            await asyncio.wait_for(self._live.wait_until_empty(), seconds)
+            await asyncio.wait_for(self._live.wait_until_empty(), _ENGINE_STOP_SECONDS)
         except TimeoutError:
-            _log.warning("%d requests are still live", len(self._live))
+            _log.error("%d requests are still live", len(self._live))
 
     def _observe(self, stats: StepStats) -> None:
         if self._serving is not None:

@@ -1,5 +1,8 @@
 """Who calls: what the interceptor finds out about a call and the servicer reads."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -22,6 +25,39 @@ class CallInfo:
 
     principal: Principal
     span: CallSpan
+
+
+class OpenCalls:
+    """Counts calls whose answer is not complete; used on the event loop."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __len__(self) -> int:
+        return self._num_open
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        self._num_open += 1
+        self._none.clear()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._none.set()
+
+    async def wait_for_none(self, timeout_seconds: float) -> bool:
+        """False when some are still open after so long."""
+        if self._num_open == 0:
+            return True
+        try:
+            await asyncio.wait_for(self._none.wait(), timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
 
 
 current_call: ContextVar[CallInfo] = ContextVar("current_call")

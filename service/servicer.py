@@ -18,7 +18,7 @@ from engine.request import (
     RequestError,
 )
 from service import errors
-from service.calls import CallInfo, current_call
+from service.calls import CallInfo, OpenCalls, current_call
 from service.convert.requests import read_generate_request, read_tokenize_input
 from service.convert.responses import (
     write_duration,
@@ -52,22 +52,27 @@ class Lifecycle(Protocol):
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
     """Statuses other than OK are raised; the interceptor turns them into what the client sees."""
 
-    def __init__(self, lifecycle: Lifecycle, settings: ServiceSettings) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, settings: ServiceSettings, open_calls: OpenCalls
+    ) -> None:
         self._lifecycle = lifecycle
+        self._open_calls = open_calls
         self._settings = settings
 
     async def Generate(  # noqa: N802 - the name in the proto
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        async with aclosing(self._events(request, context)) as events:
-            async for event in events:
-                yield write_event(event)
+        with self._open_calls.one():
+            async with aclosing(self._events(request, context)) as events:
+                async for event in events:
+                    yield write_event(event)
 
     async def GenerateUnary(  # noqa: N802
         self, request: pb.GenerateUnaryRequest, context: Context
     ) -> pb.GenerateUnaryResponse:
-        async with aclosing(self._events(request.request, context)) as events:
-            return await collect(events)
+        with self._open_calls.one():
+            async with aclosing(self._events(request.request, context)) as events:
+                return await collect(events)
 
     async def _events(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event]:
         serving = self._lifecycle.serving()

@@ -44,7 +44,7 @@ async def running_server(
     """Keyword arguments are settings. Stops the server without a grace period at the end."""
     engine = engine or FakeEngine()
     recording = recording or FakeRecording()
-    configured = ServiceSettings(port=0, **{"max_draft_tokens": 4, **settings})
+    configured = ServiceSettings(**{"port": 0, **settings})
     parts = Parts(
         build_engine=build_engine or (lambda: engine),
         load_tokenizer=tiny_tokenizer,
