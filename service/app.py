@@ -36,11 +36,12 @@ _LAST_WRITES_SECONDS = 0.5  # for statuses that are on their way; only open Watc
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a server is made of. build_engine runs in the engine's thread and may be slow;
-    open_recording is called once the model is known."""
+    open_recording is called once the model is known, close_telemetry last of all."""
 
     build_engine: Callable[[], Engine]
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
     open_recording: Callable[[ModelInfo], Recording]
+    close_telemetry: Callable[[], None]
     authenticator: Authenticator
 
 
@@ -156,6 +157,7 @@ class Server:
             self._serving.encoder.close()
         if self._recording is not None:
             await asyncio.to_thread(self._recording.close)
+        await asyncio.to_thread(self._parts.close_telemetry)
 
     async def _wait_for_rows(self) -> None:
         """Let the engine end what its clients have left, so that it is recorded in full."""

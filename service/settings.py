@@ -69,7 +69,14 @@ class ServiceSettings(BaseSettings):
 
     # Telemetry
     ledger_url: str | None = None  # None: SQLite under `home`
-    price_per_hour_usd: Decimal = Field(default=Decimal("1.00"), ge=0)
+    otlp_endpoint: str | None = None
+    prometheus_host: str = "127.0.0.1"
+    prometheus_port: int | None = Field(default=None, ge=0, le=65535)
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    price_per_hour_usd: Decimal = Field(default=Decimal("1.00"), ge=0)  # without a price book
+    price_book: Path | None = None
+    machine_type: str = "default"
+    purchase: str = "on_demand"
     home: Path = Path("~/.cache/tandem")
 
     log_level: str = "INFO"

@@ -19,7 +19,13 @@ from tests.tiny import tiny_tokenizer
 async def main(crash: bool) -> int:
     settings = ServiceSettings(port=0)
     engine = FakeEngine(step_seconds=0.02)
-    parts = Parts(lambda: engine, tiny_tokenizer, lambda info: FakeRecording(), OpenAccess())
+    parts = Parts(
+        build_engine=lambda: engine,
+        load_tokenizer=tiny_tokenizer,
+        open_recording=lambda info: FakeRecording(),
+        close_telemetry=lambda: None,
+        authenticator=OpenAccess(),
+    )
     server = Server(settings, parts, "tiny")
     tasks: list[asyncio.Task[None]] = []
 

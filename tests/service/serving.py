@@ -49,6 +49,7 @@ async def running_server(
         build_engine=build_engine or (lambda: engine),
         load_tokenizer=tiny_tokenizer,
         open_recording=lambda info: recording,
+        close_telemetry=lambda: None,
         authenticator=authenticator or OpenAccess(),
     )
     server = Server(configured, parts, MODEL_NAME)

@@ -1,0 +1,92 @@
+"""The one place that puts a server together out of its settings."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from engine.engine import Engine
+from engine.loader import load_tokenizer
+from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
+from service.app import Parts, Server
+from service.models import ModelError, resolve_model
+from service.recording import open_recording, open_telemetry
+from service.security import OpenAccess
+from service.settings import ServiceSettings
+
+_WARM_UP_TOKENS = 8
+
+
+class SetUpError(RuntimeError):
+    """The server cannot be put together; the message says what to do."""
+
+
+def set_up_logs(settings: ServiceSettings) -> None:
+    """Logs to standard error, without the progress bars of libraries."""
+    disable_progress_bar()
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+
+
+def assemble(settings: ServiceSettings) -> Server:
+    """A server that has not begun to listen. Raises SetUpError; call it on the event loop."""
+    home = settings.home.expanduser()
+    try:
+        target = resolve_model(settings.target, home)
+        draft = None if settings.draft is None else resolve_model(settings.draft, home)
+    except ModelError as error:
+        raise SetUpError(str(error)) from error
+    config = settings.engine_config(target, draft)
+
+    def build_engine() -> Engine:
+        engine = Engine.from_config(config)
+        warm_up(engine)
+        return engine
+
+    def tokenizer() -> PreTrainedTokenizerBase:
+        return load_tokenizer(target)
+
+    name = settings.model_name or public_name(settings.target)
+    telemetry = open_telemetry(settings)
+    return Server(
+        settings,
+        Parts(
+            build_engine=build_engine,
+            load_tokenizer=tokenizer,
+            open_recording=lambda info: open_recording(settings, info, name, telemetry),
+            close_telemetry=telemetry.close,
+            authenticator=OpenAccess(),
+        ),
+        name,
+    )
+
+
+def public_name(target: str) -> str:
+    """What clients call a model: a folder's last part, anything else as it is."""
+    return Path(target).name if os.path.sep in target and Path(target).is_dir() else target
+
+
+def warm_up(engine: Engine) -> None:
+    """Run one small request, so that the first client does not pay for lazy initialisation.
+
+    Raises what a broken model raises: a server that cannot generate must not start.
+    """
+    token_id = next(t for t in range(engine.info.vocab_size) if t not in engine.info.eos_token_ids)
+    engine.submit(
+        GenerationRequest(
+            request_id="warm-up",
+            prompt_token_ids=(token_id,) * _WARM_UP_TOKENS,
+            sampling=SamplingParams(temperature=0),
+            stopping=StoppingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True),
+            arrived_at=time.monotonic(),
+        )
+    )
+    while engine.has_work():
+        for stats in engine.step().finished:
+            if stats.error is not None:
+                raise RequestError("warm-up", stats.error)
