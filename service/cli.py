@@ -1,6 +1,7 @@
 """The command `tandem`. Each command is imported when it is used: export never loads torch."""
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -20,10 +21,10 @@ class _LazyGroup(TyperGroup):
     """Knows its commands by name and imports them on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_COMMANDS)
+        return [name for name, (module, _) in _COMMANDS.items() if find_spec(module)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in self.list_commands(ctx):
             return None
         module, attribute = _COMMANDS[cmd_name]
         target = getattr(importlib.import_module(module), attribute)
