@@ -18,6 +18,8 @@ from service.serving import Caller, Serving
 from telemetry.recording import OpenRequest
 from telemetry.tracing import start_request_trace
 
+# A client's own clock started earlier: its deadline cancels the call before ours has passed.
+_DEADLINE_SLACK_SECONDS = 0.05
 _STATUS_OF_REASON = {
     FinishReason.CANCELLED: "CANCELLED",
     FinishReason.DEADLINE: "DEADLINE_EXCEEDED",
@@ -228,7 +230,7 @@ class _Run:
     def leave(self) -> None:
         """The client's side is over: what still runs is ended."""
         self._deadline.cancel()
-        has_passed = time.monotonic() >= self._caller.deadline_at
+        has_passed = time.monotonic() >= self._caller.deadline_at - _DEADLINE_SLACK_SECONDS
         self._cancel(FinishReason.DEADLINE if has_passed else FinishReason.CANCELLED)
         for completion in self._completions.values():
             if not completion.is_handed_over:

@@ -53,9 +53,12 @@ class ArrivalQueue:
         return isinstance(self._failure, ReaderTooSlowError)
 
     def put(self, arrival: Arrival) -> bool:
-        """False when the reader has fallen too far behind; nothing more is kept then."""
+        """False when with this one the reader has fallen too far behind.
+
+        Once the queue has failed nothing more is kept.
+        """
         if self._failure is not None:
-            return False
+            return True
         if len(self._arrivals) >= self._max_unread:
             self.fail(ReaderTooSlowError(str(self._max_unread)))
             return False
