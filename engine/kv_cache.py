@@ -24,29 +24,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-
 from engine.block_pool import BlockPool
+from engine.kv_storage import KVCacheShape, lazy_zeros
 
 _SLOT_ALIGNMENT = 128
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheShape:
-    """What a model stores per token."""
-
-    num_layers: int
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        size = torch.empty((), dtype=self.dtype).element_size()
-        return self.num_layers * self.num_kv_heads * (self.key_size + self.value_size) * size
 
 
 @dataclass(slots=True)
@@ -86,11 +67,11 @@ class KVCache:
         self.pool = BlockPool(num_blocks, on_evict=self._evict)
         num_slots = num_blocks * self.block_size
         self.keys = [
-            _lazy_zeros((num_slots, shape.num_kv_heads, shape.key_size), shape)
+            lazy_zeros((num_slots, shape.num_kv_heads, shape.key_size), shape)
             for _ in range(shape.num_layers)
         ]
         self.values = [
-            _lazy_zeros((num_slots, shape.num_kv_heads, shape.value_size), shape)
+            lazy_zeros((num_slots, shape.num_kv_heads, shape.value_size), shape)
             for _ in range(shape.num_layers)
         ]
         self._rows: dict[int, _Row] = {}
@@ -283,6 +264,8 @@ class KVCache:
         cached = set(self.pool.cached_blocks())
         if self.is_contiguous and set(self._recent) != cached:
             raise RuntimeError("the kept blocks are not those that the pool holds as cached")
+        if len(self._prefix_of_block) != len(self._block_by_prefix):
+            raise RuntimeError("two blocks are registered under the same prefix")
         for prefix, block in self._block_by_prefix.items():
             if self._prefix_of_block.get(block) != prefix:
                 raise RuntimeError(f"block {block} is registered under a prefix not its own")
@@ -301,15 +284,3 @@ def _common_prefix(known: Sequence[int], wanted: Sequence[int], limit: int) -> i
 def _extend_prefix(prefix: bytes, token_ids: Sequence[int]) -> bytes:
     content = array("q", token_ids).tobytes()
     return hashlib.blake2b(content, key=hashlib.blake2b(prefix).digest(), digest_size=16).digest()
-
-
-def _lazy_zeros(size: tuple[int, ...], shape: KVCacheShape) -> torch.Tensor:
-    """Zeros whose pages the operating system provides only when they are first written.
-
-    Zeros, because a never-written slot is masked but still multiplied; lazy, because a row
-    reserves a whole context and most requests are short.
-    """
-    if shape.device.type != "cpu":
-        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    num_bytes = int(np.prod(size)) * torch.empty((), dtype=shape.dtype).element_size()
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(shape.dtype).view(size)

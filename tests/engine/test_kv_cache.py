@@ -16,7 +16,8 @@ from hypothesis.stateful import (
 )
 
 from engine.block_pool import OutOfBlocksError
-from engine.kv_cache import KVCache, KVCacheShape
+from engine.kv_cache import KVCache
+from engine.kv_storage import KVCacheShape
 
 SHAPE = KVCacheShape(2, 1, 2, 3, torch.float32, torch.device("cpu"))
 REJECTED = -7.0
@@ -303,6 +304,32 @@ def test_shared_blocks_take_no_memory_and_go_when_the_last_row_does() -> None:
         cache.free_row(row)
     cache.check_integrity()
     assert cache.pool.num_available == cache.pool.num_blocks
+
+
+def test_two_rows_that_compute_the_same_tokens_keep_one_reusable_copy() -> None:
+    cache, marks = make_cache(4, num_blocks=6), Marks()
+    token_ids = list(range(9))
+    rows = [cache.allocate_row(token_ids)[0] for _ in range(2)]  # before either has computed
+    for row in rows:
+        cache.reserve(row, 9)
+        for position in range(9):
+            write(cache, row, position, marks.of("", token_ids, position))
+        cache.commit(row, token_ids, 9)
+        cache.check_integrity()
+    for row in rows:
+        cache.free_row(row)
+    assert cache.pool.num_cached == 2
+    assert cache.allocate_row(token_ids)[1] == 8
+    fill(cache, marks, [50] * 16)
+
+
+def test_a_position_lies_in_the_block_and_at_the_place_that_the_table_says() -> None:
+    cache, marks = make_cache(4), Marks()
+    fill(cache, marks, [9])
+    row, _ = fill(cache, marks, list(range(9)))
+    expected = [block * 4 + offset for block in cache.block_table(row) for offset in range(4)]
+    assert cache.slots(row, 0, 9) == expected[:9]
+    assert cache.slots(row, 3, 6) == expected[3:6]
 
 
 def test_with_no_free_block_a_finished_requests_place_is_taken_over_without_a_copy() -> None:
