@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+_FILE_WIDTH = 100
+
 
 def demo(
     target: Annotated[
@@ -28,9 +30,16 @@ def demo(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped too
     settings = DemoSettings(target=target, folder=out, max_tokens=max_tokens)
     try:
-        is_equal = run_demo(settings, Console())
+        is_equal = run_demo(settings, _console())
     except (DemoError, ServerError, ModelError, TandemError, OSError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(1) from error
     if not is_equal:
         raise typer.Exit(1)
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console

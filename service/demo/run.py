@@ -28,8 +28,8 @@ _SHOWN_TABLES = ("fact_request", "dim_model", "dim_date")
 _NEXT = """What to try next
   tandem serve                        the same server, to stay
   tandem generate "Tell me a joke."   stream to this terminal
-  tandem export --out build/tables    the ledger as Parquet, for Power BI and others
-  tandem serve --target MODEL         a model of your own: a folder or a hub id
+  tandem export --out build/tables    the ledger as Parquet, for Power BI
+  tandem serve --target MODEL         your own model: a folder or a hub id
 The commands are in .venv/bin; README.md has the rest."""
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -14,8 +15,16 @@ from service.demo.answers import Answer, Round, acceptance_length, acceptance_ra
 from service.demo.prompts import DemoPrompt
 
 _TAIL_CHARACTERS = 200  # more than a line holds; the table cuts it
-_MAX_COLUMNS = 7
+_MAX_COLUMNS = 6
 _MAX_ROWS = 5
+_PREFERRED_COLUMNS = (
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "ttft_seconds",
+    "cost_nano_usd",
+)
 
 
 @dataclass(slots=True)
@@ -84,46 +93,61 @@ class StreamView:
 
 def request_table(done: Round, is_equal: Sequence[bool]) -> Table:
     """One row per request and one for all of them."""
-    table = Table(title="Requests, speculation on", show_footer=True)
+    table = _compact(Table(title="Requests, speculation on", show_footer=True))
     totals = done.answers
     cost = [a.cost_nano_usd for a in totals if a.cost_nano_usd is not None]
     table.add_column("request", "all")
-    table.add_column("kind")
-    table.add_column("prompt", str(sum(len(a.prompt_token_ids) for a in totals)), justify="right")
-    table.add_column("tokens", str(done.num_tokens), justify="right")
-    table.add_column("accepted", _percent(acceptance_rate(totals)), justify="right")
-    table.add_column("length", _number(acceptance_length(totals)), justify="right")
-    table.add_column("TTFT", justify="right")
-    table.add_column("TPOT", justify="right")
-    table.add_column("cost", _micro_usd(sum(cost) if cost else None), justify="right")
-    table.add_column("equal", f"{sum(is_equal)}/{len(is_equal)}", justify="right")
+    for header, footer in (
+        ("prompt", str(sum(len(a.prompt_token_ids) for a in totals))),
+        ("tokens", str(done.num_tokens)),
+        ("accepted", _percent(acceptance_rate(totals))),
+        ("length", _number(acceptance_length(totals))),
+        ("TTFT", ""),
+        ("TPOT", ""),
+        ("cost", _micro_usd(sum(cost) if cost else None)),
+        ("equal", f"{sum(is_equal)}/{len(is_equal)}"),
+    ):
+        table.add_column(header, footer, justify="right", no_wrap=True)
     for answer, equal in zip(totals, is_equal, strict=True):
         table.add_row(*_request_cells(answer), "[green]yes[/]" if equal else "[red]NO[/]")
     table.caption = (
-        "accepted: share of drafted tokens; length: tokens per verification, bonus included; "
-        "cost in millionths of a US dollar"
+        "accepted: share of the drafted tokens. length: tokens per verification, bonus included. "
+        "TTFT: the prompt was computed in the warm-up. cost: millionths of a US dollar. "
+        "equal: to the target alone."
     )
     return table
 
 
 def parquet_table(name: str, rows: pyarrow.Table) -> Table:
-    """The first rows and columns of an exported table."""
+    """The last rows of an exported table, and some of its columns."""
     title = f"{name}: {rows.num_rows} rows, {rows.num_columns} columns"
-    table = Table(title=title, min_width=len(title) + 4)
-    columns = rows.column_names[:_MAX_COLUMNS]
+    table = _compact(Table(title=title, min_width=len(title) + 4))
+    known = [column for column in _PREFERRED_COLUMNS if column in rows.column_names]
+    columns = known or rows.column_names[:_MAX_COLUMNS]
     for column in columns:
-        table.add_column(column, overflow="ellipsis", no_wrap=True)
-    for row in rows.slice(0, _MAX_ROWS).to_pylist():
-        table.add_row(*(escape(str(row[column])) for column in columns))
+        table.add_column(column, overflow="fold")
     if rows.num_rows > _MAX_ROWS:
         table.add_row(*("..." for _ in columns))
+    for row in rows.slice(max(0, rows.num_rows - _MAX_ROWS)).to_pylist():
+        table.add_row(*(escape(_cell(row[column])) for column in columns))
     return table
+
+
+def _compact(table: Table) -> Table:
+    table.box = box.SIMPLE_HEAD
+    table.pad_edge = False
+    table.collapse_padding = True
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _request_cells(answer: Answer) -> tuple[str, ...]:
     return (
         answer.prompt.name,
-        answer.prompt.kind,
         str(len(answer.prompt_token_ids)),
         str(len(answer.token_ids)),
         _percent(answer.acceptance_rate),

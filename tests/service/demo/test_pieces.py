@@ -115,8 +115,8 @@ def test_the_export_is_read_through_its_manifest(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
     with (
-        pytest.raises(ServerError, match="target"),
-        running_server(tmp_path / "log", {"TANDEM_TARGET": str(tmp_path / "no-such-model")}),
+        pytest.raises(ServerError, match="dtype"),
+        running_server(tmp_path / "log", {"TANDEM_DTYPE": "float3"}),
     ):
         pytest.fail("the block must not run")
 
