@@ -1,0 +1,142 @@
+"""Logs as JSON lines with trace ids: rate-limited, without content and without secrets.
+
+Only what a call names as a field gets in: `log.info("refused", extra={"fields": {...}})`. Field
+names that could carry content or credentials are replaced, whatever they hold.
+"""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import IO, Any
+
+from opentelemetry import trace
+
+REDACTED = "[redacted]"
+_SENSITIVE_WORDS = frozenset(
+    {
+        "authorization",
+        "content",
+        "cookie",
+        "credential",
+        "credentials",
+        "messages",
+        "output",
+        "password",
+        "prompt",
+        "secret",
+        "text",
+        "token",
+    }
+)
+_MAX_VALUE_CHARACTERS = 2_000
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ts, level, logger, message, trace_id, span_id, fields, error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Never fails: a value that is no JSON is written as text."""
+        document: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _short(record.getMessage()),
+        }
+        document.update(_trace_ids(record))
+        fields = getattr(record, "fields", None)
+        if isinstance(fields, dict):
+            document["fields"] = {
+                str(name): REDACTED if _is_sensitive(str(name)) else _short(value)
+                for name, value in fields.items()
+            }
+        if suppressed := getattr(record, "suppressed", 0):
+            document["suppressed"] = suppressed
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            document["error"] = {
+                "type": type(error).__name__,
+                "stack": _short(self.formatException(record.exc_info)),
+            }
+        return json.dumps(document, ensure_ascii=False, default=str)
+
+
+class RateLimit(logging.Filter):
+    """Lets a call site through `burst` times per `period_seconds`; the next line that passes says
+    how many were left out. Critical records always pass."""
+
+    def __init__(
+        self,
+        burst: int = 20,
+        period_seconds: float = 10.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._burst = burst
+        self._period = period_seconds
+        self._now = now
+        self._lock = threading.Lock()
+        self._windows: dict[tuple[str, int], list[float]] = {}  # started at, passed, suppressed
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Call sites are bounded by the code, so the table is."""
+        if record.levelno >= logging.CRITICAL:
+            return True
+        site = (record.pathname, record.lineno)
+        with self._lock:
+            now = self._now()
+            window = self._windows.setdefault(site, [now, 0, 0])
+            if now - window[0] >= self._period:
+                record.suppressed = int(window[2])
+                window[:] = [now, 0, 0]
+            if window[1] >= self._burst:
+                window[2] += 1
+                return False
+            window[1] += 1
+            return True
+
+
+def configure_logging(
+    level: str = "INFO", *, as_json: bool = True, stream: IO[str] | None = None
+) -> None:
+    """Send the process's log to `stream` (default: stderr); replaces earlier handlers.
+
+    Raises ValueError for an unknown level.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.addFilter(RateLimit())
+    if as_json:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def _trace_ids(record: logging.LogRecord) -> dict[str, str]:
+    """Those that the call gave (`extra={"trace_id": ...}`), else those of the current span."""
+    given = getattr(record, "trace_id", None)
+    if given:
+        return {"trace_id": str(given)}
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {
+        "trace_id": format(context.trace_id, "032x"),
+        "span_id": format(context.span_id, "016x"),
+    }
+
+
+def _is_sensitive(name: str) -> bool:
+    words = set(name.lower().replace("-", "_").replace(".", "_").split("_"))
+    return bool(words & _SENSITIVE_WORDS) and not words & {"num", "count"}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS:
+        return value[:_MAX_VALUE_CHARACTERS] + "..."
+    return value
