@@ -2,8 +2,11 @@
 
 import os
 import signal
+import tempfile
 import threading
+from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +22,26 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from exports.errors import ExportError
+from exports.errors import ExportError, TargetError
 from exports.job import ExportOptions, ExportSummary, run_export
 from exports.job import Progress as ExportProgress
+from exports.manifest import read_manifest
 from exports.metrics import write_metrics
+from exports.sample.ledger import write_sample_ledger
+from exports.sample.trace import read_traces
+from exports.sample.traffic import BEGIN, NUM_DAYS
+from exports.storage import Target
+
+SAMPLE_END = BEGIN + timedelta(days=NUM_DAYS + 1)
 
 app = typer.Typer(help="Publish the ledger as Parquet tables.")
+
+
+class Sample(StrEnum):
+    """What sample traffic is drawn from."""
+
+    AZURE = "azure"
+
 
 Ledger = Annotated[
     str | None,
@@ -73,6 +90,14 @@ def export(
     metrics_file: Annotated[
         Path | None, typer.Option(help="Write metrics in Prometheus' text format here.")
     ] = None,
+    sample: Annotated[
+        Sample | None,
+        typer.Option(help="Publish 90 invented days of traffic instead of a ledger."),
+    ] = None,
+    trace_folder: Annotated[
+        Path,
+        typer.Option(envvar="TANDEM_DATA", help="Where the traces of --sample lie."),
+    ] = Path("../shared/data"),
 ) -> None:
     """Write the ledger's tables, all at once or not at all.
 
@@ -80,6 +105,8 @@ def export(
     cannot be written, 6 the tables would differ from the ledger. After a failure the tables
     are those of the run before.
     """
+    if sample is not None:
+        raise typer.Exit(_exit_code(lambda: _export_sample(out, trace_folder, metrics_file)))
     options = ExportOptions(
         full=full,
         since=_date(since),
@@ -92,17 +119,42 @@ def export(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopped.set())
     while True:
-        try:
-            _export_once(ledger or default_ledger_url(), out, options, metrics_file)
-        except ExportError as error:
-            typer.secho(f"error: {error}", err=True, fg="red")
-            if watch is None:
-                raise typer.Exit(error.exit_code) from error
-        if watch is None or stopped.wait(watch):
+        exit_code = _exit_code(
+            lambda: _export_once(ledger or default_ledger_url(), out, options, metrics_file)
+        )
+        if watch is None:
+            raise typer.Exit(exit_code)
+        if stopped.wait(watch):
             return
 
 
-def _export_once(ledger: str, out: str, options: ExportOptions, metrics_file: Path | None) -> None:
+def _exit_code(run: Callable[[], None]) -> int:
+    try:
+        run()
+    except ExportError as error:
+        typer.secho(f"error: {error}", err=True, fg="red")
+        return error.exit_code
+    return 0
+
+
+def _export_sample(out: str, trace_folder: Path, metrics_file: Path | None) -> None:
+    if read_manifest(Target(out)).generation:
+        raise TargetError(f"{out} holds an export already; a sample needs a place of its own")
+    traces = read_traces(trace_folder)
+    with tempfile.TemporaryDirectory(prefix="tandem-sample-") as folder:
+        ledger = Path(folder) / "ledger.db"
+        typer.echo("Writing 90 days of sample traffic...", err=True)
+        write_sample_ledger(ledger, traces)
+        _export_once(f"sqlite:///{ledger}", out, ExportOptions(), metrics_file, now=SAMPLE_END)
+
+
+def _export_once(
+    ledger: str,
+    out: str,
+    options: ExportOptions,
+    metrics_file: Path | None,
+    now: datetime | None = None,
+) -> None:
     console = Console()
     began_at = datetime.now(UTC)
     columns = (
@@ -127,7 +179,7 @@ def _export_once(ledger: str, out: str, options: ExportOptions, metrics_file: Pa
             )
 
         try:
-            summary = run_export(ledger, out, options, on_progress=show)
+            summary = run_export(ledger, out, options, now=now, on_progress=show)
         except ExportError as failure:
             error = failure
     if metrics_file is not None:
