@@ -82,10 +82,14 @@ def load_model(name: str, *, dtype: str, device: str) -> LoadedModel:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: an encoder-decoder model, not a causal one")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"{name}: {config.model_type!r} is no causal language model that transformers knows"
+        )
     model = AutoModelForCausalLM.from_pretrained(
         name,
         dtype=resolve_dtype(dtype, place),
-        attn_implementation="sdpa",
+        attn_implementation="eager",  # every model has it, and it is replaced anyway
         use_safetensors=True,
         trust_remote_code=False,
     )
