@@ -74,7 +74,7 @@ class StreamView:
             )
 
     def _table(self) -> Table:
-        width = max(20, self._console.width - 40)
+        width = max(20, self._console.width - 44)
         table = Table("stream", "state", "tokens", "text", title=self._title, expand=True)
         table.columns[2].justify = "right"
         for column in table.columns:
