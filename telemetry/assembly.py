@@ -62,8 +62,8 @@ def open_recorder(config: RecorderConfig, info: ModelInfo, telemetry: Telemetry)
     Raises JournalError when another server holds the journal's folder, OSError when it cannot
     be written, ValueError for a URL or a key file that is none. Never waits for the database.
     """
-    engine = open_ledger(config.ledger_url)
     journal = Journal(config.journal_folder, max_bytes=config.journal_max_bytes)
+    engine = open_ledger(config.ledger_url)
     tenant_key = config.tenant_key or load_or_create_key(config.journal_folder / "tenant.key")
     clock = AnchoredClock()
     started = clock.now_nanoseconds()
@@ -110,6 +110,7 @@ def open_recorder(config: RecorderConfig, info: ModelInfo, telemetry: Telemetry)
         tenant_key=tenant_key,
         drafter_fingerprints=config.drafter_fingerprints,
         step_span_every=config.step_span_every,
+        on_close=engine.dispose,
     )
 
 

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
 
@@ -68,6 +68,7 @@ class Recorder:
         tenant_key: TenantKey,
         drafter_fingerprints: Mapping[str, str] | None = None,
         step_span_every: int = 0,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._instance = instance
@@ -78,6 +79,7 @@ class Recorder:
         self._tenant_key = tenant_key
         self._drafter_fingerprints = dict(drafter_fingerprints or {})
         self._step_span_every = step_span_every
+        self._on_close = on_close
         self._steps: deque[StepStats] = deque()
         self._lock = threading.Lock()  # guards all that follows
         self._open: dict[str, OpenRequest] = {}
@@ -267,6 +269,8 @@ class Recorder:
         with _never_failing("the last reading of the ledger"):
             self._metrics.on_ledger(self._writer.status())
         self._writer.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def _settle(self, open_request: OpenRequest) -> RequestCost:
         with self._lock:
