@@ -11,7 +11,9 @@ from engine.drafter.base import Drafter
 from engine.drafter.chain import DrafterChain
 from engine.drafter.draft_model import DraftModelDrafter
 from engine.drafter.prompt_lookup import PromptLookupDrafter
-from engine.kv_cache import KVCache, KVCacheShape
+from engine.grammar import GrammarCompiler
+from engine.kv_cache import KVCache
+from engine.kv_storage import KVCacheShape
 from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, PACKED_PADDING, Padding
 from engine.loader import LoadedModel, check_same_vocabulary
 from engine.model_runner import ModelRunner
@@ -40,6 +42,7 @@ class Parts:
     verifier: Verifier
     lengths: DraftLengths
     sampler: Sampler
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         verifier=Verifier(runners[0], sampler),
         lengths=DraftLengths(config.speculation.max_draft_tokens if drafters.names else 0),
         sampler=sampler,
+        grammars=GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids),
     )
 
 

@@ -12,6 +12,7 @@ Invariants, checked by `check_integrity`:
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.assembly import Parts, assemble
 from engine.config import EngineConfig
@@ -76,8 +77,6 @@ class Engine:
             raise RequestError(
                 "speculation.drafter", f"unknown {wanted!r}; available: {self.info.drafters}"
             )
-        if request.sampling.prompt_logprobs:
-            raise RequestError("output.prompt_logprobs", "not supported")
         live = LiveRequest(request, list(request.prompt_token_ids))
         stopping = request.stopping
         eos = () if stopping.ignore_eos else self.info.eos_token_ids
@@ -87,6 +86,8 @@ class Engine:
             live.history = TokenHistory.of_prompt(
                 request.prompt_token_ids, self.info.vocab_size, self._parts.sampler.device
             )
+        if request.structured_output is not None:
+            live.grammar = self._parts.grammars.compile(request.structured_output)
         if stopping.stop_strings:
             self._watchers[request.request_id] = StopStringWatcher(
                 self.tokenizer,
@@ -158,7 +159,10 @@ class Engine:
 
     def _propose(self, plan: Sequence[PlannedRow]) -> list[Proposal]:
         jobs = [DraftJob(p.live, p.start + p.num_tokens, p.max_drafts) for p in plan]
-        proposals = self._drafters.propose(jobs)
+        proposals = [
+            _legal(planned.live, proposal)
+            for planned, proposal in zip(plan, self._drafters.propose(jobs), strict=True)
+        ]
         for planned, proposal in zip(plan, proposals, strict=True):
             planned.live.num_drafter_positions += proposal.num_positions
             if proposal.token_ids:
@@ -185,6 +189,7 @@ class Engine:
                 stop_string, stop_token_id = match.stop_string, None
             elif reason is not None:
                 text += watcher.finish()
+        is_first = live.num_output_tokens == 0
         live.token_ids.extend(emitted)
         num_kept = min(outcome.num_accepted, max(0, len(emitted) - 1))
         live.num_computed_tokens = planned.start + planned.num_tokens + num_kept
@@ -199,12 +204,15 @@ class Engine:
         live.first_token_at = live.first_token_at or live.last_token_at
         if live.history is not None:
             live.history.append(emitted)
+        if live.grammar is not None:
+            live.grammar.commit(emitted)
         logprobs = outcome.logprobs[: len(emitted)]
         delta = TokenDelta(
             request_id=live.request_id,
             first_token_index=live.num_output_tokens - len(emitted),
             token_ids=emitted,
             logprobs=logprobs,
+            prompt_logprobs=tuple(live.prompt_logprobs) if is_first else (),
             text=text,
             finish_reason=reason,
             stop_token_id=stop_token_id,
@@ -298,6 +306,19 @@ class Engine:
         """Recount everything; raises RuntimeError naming the first difference. When idle."""
         self._scheduler.check_integrity()
         self._drafters.check_integrity()
+
+
+def _legal(live: LiveRequest, proposal: Proposal) -> Proposal:
+    """The proposal up to the first token that the request's grammar forbids."""
+    if live.grammar is None or not proposal.token_ids:
+        return proposal
+    num_legal = live.grammar.legal_prefix(proposal.token_ids)
+    probs = proposal.draft_probs
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids[:num_legal],
+        draft_probs=probs[:num_legal] if probs is not None and num_legal else None,
+    )
 
 
 def _row_stats(

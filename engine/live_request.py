@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, GenerationRequest, SpeculationMode
+from engine.grammar import Grammar
+from engine.request import FinishReason, GenerationRequest, SpeculationMode, TokenLogprob
 from engine.sampler import TokenHistory
 from engine.stats import RequestStats
 
@@ -21,6 +22,8 @@ class LiveRequest:
     row: int | None = None
     num_computed_tokens: int = 0
     history: TokenHistory | None = None
+    grammar: Grammar | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     guarded_token_ids: tuple[int, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -66,6 +69,21 @@ class LiveRequest:
         """Only the newest token is still to compute, and it is not the prompt's last."""
         num_tokens = len(self.token_ids)
         return self.num_computed_tokens == num_tokens - 1 and num_tokens > self.num_prompt_tokens
+
+    @property
+    def num_missing_prompt_logprobs(self) -> int:
+        """Of the prompt's tokens from the second on, those whose logprob is still to come."""
+        if not self.request.sampling.prompt_logprobs:
+            return 0
+        return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+
+    @property
+    def cache_salt(self) -> str:
+        """Requests share prefixes only under the same salt. One that wants the logprobs of
+        its prompt must compute all of it, so its salt is its own."""
+        if self.request.sampling.prompt_logprobs:
+            return f"{self.request.tenant}\0{self.request_id}"
+        return self.request.tenant
 
     @property
     def speculates(self) -> bool:

@@ -52,6 +52,16 @@ class SpeculationMode(StrEnum):
     AUTO = "auto"
 
 
+class StructuredOutputKind(StrEnum):
+    """What constrains the output."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # text is a JSON array of strings
+    GRAMMAR = "grammar"  # Lark syntax
+
+
+MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 8
@@ -220,6 +230,23 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The output must satisfy this; it always does unless max_tokens cuts it."""
+
+    kind: StructuredOutputKind
+    text: str
+
+    def __post_init__(self) -> None:
+        field_path = f"structured_output.{self.kind}"
+        _require(bool(self.text), field_path, "must not be empty")
+        _require(
+            len(self.text) <= MAX_GRAMMAR_CHARACTERS,
+            field_path,
+            f"has {len(self.text)} characters, at most {MAX_GRAMMAR_CHARACTERS}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to produce.
 
@@ -232,6 +259,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stopping: StoppingParams = field(default_factory=StoppingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    structured_output: StructuredOutput | None = None
     priority: int = 0  # higher runs earlier
     tenant: str = ""
     arrived_at: float = 0.0
@@ -244,6 +272,17 @@ class GenerationRequest:
             "priority",
             f"must be between -100 and 100, got {self.priority}",
         )
+        if self.structured_output is not None:
+            _require(
+                not self.stopping.ignore_eos,
+                "stopping.ignore_eos",
+                "cannot be combined with structured output, which ends by itself",
+            )
+            _require(
+                self.stopping.min_tokens == 0,
+                "stopping.min_tokens",
+                "cannot be combined with structured output, which ends by itself",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +304,7 @@ class TokenDelta:
     first_token_index counts emitted tokens from 0, so gaps and repeats are visible.
     finish_reason is set on the last delta of a request and only there; such a delta may
     carry no tokens. stop_token_id or stop_string say what matched.
+    prompt_logprobs come with the first delta when asked for, from the prompt's second token on.
     text is given only when the request has stop strings, where the engine itself must
     know the text; otherwise None and the reader detokenizes.
     """
@@ -273,6 +313,7 @@ class TokenDelta:
     first_token_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     text: str | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

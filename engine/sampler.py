@@ -61,12 +61,18 @@ class RowSampling:
     preceding_token_ids: Sequence[int] = ()
     num_guarded_positions: int = 0
     guarded_token_ids: tuple[int, ...] = ()
+    allowed: torch.Tensor | None = None  # [num_positions, V] bool, from a grammar
 
     @property
     def is_plain(self) -> bool:
         """A bare argmax decides."""
         params = self.params
-        return params.is_greedy and not self.num_guarded_positions and not changes_logits(params)
+        return (
+            params.is_greedy
+            and not self.num_guarded_positions
+            and self.allowed is None
+            and not changes_logits(params)
+        )
 
 
 def changes_logits(params: SamplingParams) -> bool:
@@ -198,6 +204,8 @@ class Sampler:
                 part[:, list(ids)] += torch.tensor(biases, device=self.device)
             if params.banned_token_ids:
                 part[:, list(params.banned_token_ids)] = float("-inf")
+            if row.allowed is not None:
+                part.masked_fill_(~row.allowed.to(self.device), float("-inf"))
             if row.num_guarded_positions and row.guarded_token_ids:
                 part[: row.num_guarded_positions, list(row.guarded_token_ids)] = float("-inf")
             start = stop

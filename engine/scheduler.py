@@ -163,7 +163,7 @@ class Scheduler:
         if self.running and num_blocks > self.cache.pool.num_available:
             return False
         try:
-            live.row, num_cached = self.cache.allocate_row(live.token_ids, live.request.tenant)
+            live.row, num_cached = self.cache.allocate_row(live.token_ids, live.cache_salt)
         except OutOfBlocksError:
             return False
         live.num_computed_tokens = num_cached

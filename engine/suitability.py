@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.kv_cache import KVCacheShape
+from engine.kv_storage import KVCacheShape
 from engine.loader import UnsupportedModelError
 
 if TYPE_CHECKING:

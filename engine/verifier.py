@@ -6,7 +6,7 @@ end and no others; nothing is committed here, so there is nothing to undo.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,14 @@ from engine.acceptance import accept_by_rejection, accept_coupled
 from engine.drafter.base import Proposal
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
+from engine.logprobs import token_logprobs
 from engine.model_runner import ModelRunner
 from engine.noise import Stream, gumbel_noise, noise_key, uniform_noise
 from engine.request import AcceptanceRule, TokenLogprob
 from engine.sampler import RowSampling, Sampler
 from engine.scheduler import PlannedRow
+
+_LOGPROB_CHUNK = 64  # prompt positions whose float32 logprobs exist at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +59,35 @@ class Verifier:
 
     def verify(self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal]) -> Verification:
         """proposals has one entry per planned row; empty where nothing was drafted."""
-        rows = [_forward_row(p, d) for p, d in zip(plan, proposals, strict=True)]
+        outcomes: list[RowOutcome | None] = []
+        ready: list[_Row] = []
+        for planned, proposal in zip(plan, proposals, strict=True):
+            row = _prepare(planned, proposal)
+            outcomes.append(row if isinstance(row, RowOutcome) else None)
+            if isinstance(row, _Row):
+                ready.append(row)
+        verification = self._verify(ready) if ready else Verification([], 0, 0)
+        found = iter(verification.outcomes)
+        complete = [outcome or next(found) for outcome in outcomes]
+        return replace(verification, outcomes=complete)
+
+    def _verify(self, rows: Sequence["_Row"]) -> Verification:
         started = time.perf_counter_ns()
         try:
-            logits = self.runner.forward(rows)
+            logits = self.runner.forward([row.forward for row in rows])
         except Exception as error:
-            return self._verify_apart(plan, proposals, error)
+            return self._verify_apart(rows, error)
         computed = time.perf_counter_ns()
-        outcomes = self._decide(plan, proposals, logits)
+        outcomes = self._decide(rows, self._take_prompt_logprobs(rows, logits))
         decided = time.perf_counter_ns()
         return Verification(outcomes, computed - started, decided - computed)
 
-    def _verify_apart(
-        self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal], error: Exception
-    ) -> Verification:
-        if len(plan) == 1:
-            message = f"{type(error).__name__}: {error}"
-            outcome = RowOutcome(plan[0], len(proposals[0].token_ids), error=message)
+    def _verify_apart(self, rows: Sequence["_Row"], error: Exception) -> Verification:
+        if len(rows) == 1:
+            row, message = rows[0], f"{type(error).__name__}: {error}"
+            outcome = RowOutcome(row.planned, len(row.proposal.token_ids), error=message)
             return Verification([outcome], 0, 0)
-        parts = [
-            self.verify([planned], [proposal])
-            for planned, proposal in zip(plan, proposals, strict=True)
-        ]
+        parts = [self._verify([row]) for row in rows]
         return Verification(
             [outcome for part in parts for outcome in part.outcomes],
             sum(part.verify_nanoseconds for part in parts),
@@ -85,27 +95,40 @@ class Verifier:
         )
 
     @torch.inference_mode()
-    def _decide(
-        self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal], logits: torch.Tensor
-    ) -> list[RowOutcome]:
-        outcomes: list[RowOutcome | None] = [None] * len(plan)
-        emitting: list[int] = []
-        for index, planned in enumerate(plan):
-            if planned.emits:
-                emitting.append(index)
-            else:
-                outcomes[index] = RowOutcome(planned, 0)
-        if emitting:
-            batch = [(plan[index], proposals[index]) for index in emitting]
-            for index, outcome in zip(emitting, self._accept(batch, logits), strict=True):
-                outcomes[index] = outcome
-        return [outcome for outcome in outcomes if outcome is not None]
+    def _take_prompt_logprobs(self, rows: Sequence["_Row"], logits: torch.Tensor) -> torch.Tensor:
+        """Book the logprobs of prompt tokens; returns the logits of emitting rows alone."""
+        if not any(row.planned.live.num_missing_prompt_logprobs for row in rows):
+            return logits
+        kept: list[torch.Tensor] = []
+        start = 0
+        for row in rows:
+            live, part = row.planned.live, logits[start : start + row.forward.num_logits]
+            start += row.forward.num_logits
+            num_missing = live.num_missing_prompt_logprobs
+            if not num_missing:
+                kept.append(part)
+                continue
+            known = len(live.prompt_logprobs)  # the row's first logits are of this position
+            token_ids = live.token_ids[known + 1 : known + 1 + min(num_missing, len(part))]
+            num_top = live.request.sampling.num_top_logprobs or 0
+            for first in range(0, len(token_ids), _LOGPROB_CHUNK):
+                chunk = token_ids[first : first + _LOGPROB_CHUNK]
+                chunk_logits = part[first : first + len(chunk)]
+                live.prompt_logprobs.extend(token_logprobs(chunk_logits, chunk, num_top))
+            if row.planned.emits:
+                kept.append(part[-1:])
+        return torch.cat(kept) if kept else logits[:0]
 
-    def _accept(
-        self, batch: Sequence[tuple[PlannedRow, Proposal]], logits: torch.Tensor
-    ) -> list[RowOutcome]:
+    @torch.inference_mode()
+    def _decide(self, rows: Sequence["_Row"], logits: torch.Tensor) -> list[RowOutcome]:
+        emitting = [row for row in rows if row.sampling is not None]
+        found = iter(self._accept(emitting, logits) if emitting else ())
+        return [RowOutcome(row.planned, 0) if row.sampling is None else next(found) for row in rows]
+
+    def _accept(self, rows: Sequence["_Row"], logits: torch.Tensor) -> list[RowOutcome]:
         """Outcomes of rows whose logits [sum of K + 1, V] these are."""
-        sampling = [_row_sampling(planned.live, proposal) for planned, proposal in batch]
+        batch = [(row.planned, row.proposal) for row in rows]
+        sampling = [row.sampling for row in rows if row.sampling is not None]
         num_drafts = torch.tensor([len(p.token_ids) for _, p in batch], device=logits.device)
         longest = max(len(p.token_ids) for _, p in batch)
         token_ids, is_sound = self.sampler.draw(logits, sampling)
@@ -219,33 +242,32 @@ class Verifier:
         return found
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
-) -> tuple[TokenLogprob, ...]:
-    """Log probabilities of token_ids under logits [T, V], with the num_top best of each place."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    index = torch.tensor(list(token_ids), device=logits.device).unsqueeze(1)
-    chosen = logprobs.gather(1, index).squeeze(1).tolist()
-    if num_top == 0:
-        return tuple(
-            TokenLogprob(token_id, logprob)
-            for token_id, logprob in zip(token_ids, chosen, strict=True)
-        )
-    best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
-    return tuple(
-        TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
-        for token_id, logprob, ids, values in zip(
-            token_ids, chosen, best.indices.tolist(), best.values.tolist(), strict=True
-        )
-    )
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A planned row with all that its verification needs; sampling is None if it emits nothing."""
+
+    planned: PlannedRow
+    proposal: Proposal
+    forward: ForwardRow
+    sampling: RowSampling | None
 
 
-def _forward_row(planned: PlannedRow, proposal: Proposal) -> ForwardRow:
+def _prepare(planned: PlannedRow, proposal: Proposal) -> _Row | RowOutcome:
+    """A grammar that became too complex ends its request here, before the forward."""
     live = planned.live
     assert live.row is not None  # noqa: S101 - for the type checker; planned rows have one
     token_ids = live.token_ids[planned.start : planned.start + planned.num_tokens]
-    num_logits = len(proposal.token_ids) + 1 if planned.emits else 0
-    return ForwardRow(live.row, [*token_ids, *proposal.token_ids], planned.start, num_logits)
+    sampling = None
+    if planned.emits:
+        try:
+            sampling = _row_sampling(live, proposal)
+        except RuntimeError as error:
+            return RowOutcome(planned, 0, error=str(error))
+    num_logits = sampling.num_positions if sampling is not None else 0
+    if live.num_missing_prompt_logprobs:
+        num_logits = planned.num_tokens
+    forward = ForwardRow(live.row, [*token_ids, *proposal.token_ids], planned.start, num_logits)
+    return _Row(planned, proposal, forward, sampling)
 
 
 def _row_sampling(live: LiveRequest, proposal: Proposal) -> RowSampling:
@@ -261,6 +283,7 @@ def _row_sampling(live: LiveRequest, proposal: Proposal) -> RowSampling:
             0, min(num_positions, stopping.min_tokens - live.num_output_tokens)
         ),
         guarded_token_ids=live.guarded_token_ids,
+        allowed=live.grammar.masks(proposal.token_ids) if live.grammar is not None else None,
     )
 
 

@@ -177,6 +177,8 @@ class DraftModelDrafter:
             preceding_token_ids=tuple(draft.token_ids),
             num_guarded_positions=int(num_guarded > 0),
             guarded_token_ids=live.guarded_token_ids,
+            # Drafts that the grammar forbids would be cut before they are verified.
+            allowed=live.grammar.masks(draft.token_ids)[-1:] if live.grammar else None,
         )
 
     def _fit_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""Structured output is valid whatever the drafter proposes, and acceptance is still measured."""
+
+import json
+import re
+
+import pytest
+
+from engine.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    SamplingParams,
+    StoppingParams,
+    StructuredOutput,
+    StructuredOutputKind,
+)
+from tests.engine.driver import request, run, tiny_engine
+from tests.tiny import tiny_tokenizer
+
+PROMPT = tiny_tokenizer()("the quick brown fox")["input_ids"]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "count": {"type": "integer", "minimum": 0, "maximum": 99},
+            "fast": {"type": "boolean"},
+        },
+        "required": ["name", "count", "fast"],
+        "additionalProperties": False,
+    }
+)
+LARK = 'start: "<" /[a-c]{2,5}/ ">" ("," /[0-9]/)*\n'
+
+
+def structured(kind: StructuredOutputKind, text: str) -> StructuredOutput:
+    return StructuredOutput(kind, text)
+
+
+def is_valid(kind: StructuredOutputKind, text: str) -> bool:
+    if kind is StructuredOutputKind.JSON_SCHEMA:
+        value = json.loads(text)
+        return set(value) == {"name", "count", "fast"} and 0 <= value["count"] <= 99
+    if kind is StructuredOutputKind.REGEX:
+        return re.fullmatch("[0-9]{3}-[a-f]{4,9}", text) is not None
+    if kind is StructuredOutputKind.CHOICE:
+        return text in ("red", "green and blue", 'say "no"')
+    return re.fullmatch("<[a-c]{2,5}>(,[0-9])*", text) is not None
+
+
+CASES = [
+    (StructuredOutputKind.JSON_SCHEMA, SCHEMA),
+    (StructuredOutputKind.REGEX, "[0-9]{3}-[a-f]{4,9}"),
+    (StructuredOutputKind.CHOICE, json.dumps(["red", "green and blue", 'say "no"'])),
+    (StructuredOutputKind.GRAMMAR, LARK),
+]
+
+
+@pytest.mark.parametrize("drafters", [("prompt_lookup",), ("draft_model",)], ids="+".join)
+@pytest.mark.parametrize(("kind", "text"), CASES, ids=[kind for kind, _ in CASES])
+def test_output_satisfies_the_grammar_and_equals_plain_decoding(
+    kind: StructuredOutputKind, text: str, drafters: tuple[str, ...]
+) -> None:
+    def outputs(mode: str) -> tuple[list[list[int]], int]:
+        engine = tiny_engine(drafters=drafters, max_num_rows=6)
+        items = [
+            request(
+                str(number),
+                PROMPT,
+                max_tokens=120,
+                mode=mode,
+                sampling=SamplingParams(temperature=0.0 if number == 0 else 1.0, seed=number),
+                structured_output=structured(kind, text),
+            )
+            for number in range(6)
+        ]
+        items.append(request("free", PROMPT, max_tokens=30, ignore_eos=True, mode=mode))
+        outcome = run(engine, items)
+        for number in range(6):
+            stats = outcome.stats[str(number)]
+            if stats.finish_reason is FinishReason.STOP_TOKEN:
+                decoded = tiny_tokenizer().decode(
+                    outcome.token_ids[str(number)], skip_special_tokens=True
+                )
+                assert is_valid(kind, decoded), decoded
+        ended = [
+            number
+            for number in range(6)
+            if outcome.stats[str(number)].finish_reason is FinishReason.STOP_TOKEN
+        ]
+        assert len(ended) >= 4, "most outputs end by themselves"
+        drafted = sum(outcome.stats[str(n)].num_draft_tokens for n in range(6))
+        return [outcome.token_ids[key] for key in sorted(outcome.token_ids)], drafted
+
+    plain, drafted_off = outputs("off")
+    speculative, drafted_on = outputs("on")
+    assert speculative == plain
+    assert drafted_off == 0
+    if drafters == ("draft_model",):
+        assert drafted_on > 0
+
+
+def test_rejected_drafts_leave_the_grammar_where_it_was() -> None:
+    engine = tiny_engine()
+    grammar = engine._parts.grammars.compile(structured(StructuredOutputKind.REGEX, "ab(c|d)e*"))
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "abde"]
+    before = grammar.masks(())
+    masks = grammar.masks(ids)
+    assert [bool(masks[j, ids[j]]) for j in range(4)] == [True] * 4
+    assert (grammar.masks(()) == before).all()
+    assert grammar.legal_prefix([*ids[:2], ids[0], ids[1]]) == 2
+    grammar.masks([*ids, 1])  # as far as the end token
+    grammar.masks([*ids, 1, 1, ids[0]])
+    assert grammar.legal_prefix([*ids, 1, 1, ids[0]]) == 5
+    assert (grammar.masks(()) == before).all()
+    grammar.commit(ids[:2])
+    assert not grammar.masks(())[0, ids[0]]
+    assert grammar.masks(())[0, ids[2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (StructuredOutputKind.REGEX, "(unclosed"),
+        (StructuredOutputKind.JSON_SCHEMA, "{not json"),
+        (StructuredOutputKind.JSON_SCHEMA, '{"type": "no such type"}'),
+        (StructuredOutputKind.GRAMMAR, "start: missing_rule"),
+        (StructuredOutputKind.CHOICE, "red"),
+        (StructuredOutputKind.CHOICE, "[]"),
+        (StructuredOutputKind.CHOICE, '[1, "a"]'),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(kind: StructuredOutputKind, text: str) -> None:
+    engine = tiny_engine()
+    with pytest.raises(RequestError) as caught:
+        engine.submit(request("a", PROMPT, structured_output=structured(kind, text)))
+    assert caught.value.field == f"structured_output.{kind}"
+    assert not engine.has_work()
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_own_request_alone() -> None:
+    engine = tiny_engine(max_num_rows=2)
+    engine.submit(
+        request("a", PROMPT, structured_output=structured(StructuredOutputKind.REGEX, "[a-z]+"))
+    )
+
+    def explode(draft_token_ids):  # type: ignore[no-untyped-def]
+        raise RuntimeError("ParserTooComplex")
+
+    live = engine._scheduler.find("a")
+    assert live is not None
+
+    class Exploding:
+        masks = staticmethod(explode)
+        legal_prefix = staticmethod(len)
+        commit = staticmethod(lambda token_ids: None)
+
+    live.grammar = Exploding()  # type: ignore[assignment]
+    outcome = run(engine, [request("b", PROMPT)])
+    assert outcome.stats["a"].finish_reason is FinishReason.ERROR
+    assert "ParserTooComplex" in (outcome.stats["a"].error or "")
+    assert outcome.token_ids["b"] == run(tiny_engine(), [request("b", PROMPT)]).token_ids["b"]
+
+
+def test_what_contradicts_structured_output_is_refused() -> None:
+    wanted = structured(StructuredOutputKind.REGEX, "a")
+    for stopping, field in (
+        (StoppingParams(ignore_eos=True), "stopping.ignore_eos"),
+        (StoppingParams(min_tokens=3), "stopping.min_tokens"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            GenerationRequest("a", (5,), stopping=stopping, structured_output=wanted)
+        assert caught.value.field == field
+    with pytest.raises(RequestError):
+        StructuredOutput(StructuredOutputKind.REGEX, "a" * 100_000)
