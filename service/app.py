@@ -43,6 +43,7 @@ class Parts:
     open_recording: Callable[[ModelInfo], Recording]
     close_telemetry: Callable[[], None]
     authenticator: Authenticator
+    reload: Callable[[], None] = lambda: None  # reads changeable settings again
 
 
 class Server:
@@ -140,6 +141,15 @@ class Server:
                 max_waiting_tokens=self._settings.max_waiting_tokens,
             )
         )
+
+    def reload(self) -> None:
+        """Take over changed tenants and quotas; wrong ones are logged and change nothing."""
+        try:
+            self._parts.reload()
+        except (OSError, ValueError) as error:
+            _log.error("not reloaded: %s", error)
+        else:
+            _log.info("reloaded")
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new requests, let live ones finish within the grace period, flush, end."""

@@ -14,7 +14,7 @@ from engine.request import GenerationRequest, RequestError, SamplingParams, Stop
 from service.app import Parts, Server
 from service.models import ModelError, resolve_model
 from service.recording import open_recording, open_telemetry
-from service.security import OpenAccess
+from service.security import AccessFileError, ListedAccess, OpenAccess, SubjectFinder
 from service.settings import ServiceSettings
 
 _WARM_UP_TOKENS = 8
@@ -52,6 +52,7 @@ def assemble(settings: ServiceSettings) -> Server:
         return load_tokenizer(target)
 
     name = settings.model_name or public_name(settings.target)
+    authenticator = open_access(settings)
     telemetry = open_telemetry(settings)
     return Server(
         settings,
@@ -60,10 +61,32 @@ def assemble(settings: ServiceSettings) -> Server:
             load_tokenizer=tokenizer,
             open_recording=lambda info: open_recording(settings, info, name, telemetry),
             close_telemetry=telemetry.close,
-            authenticator=OpenAccess(),
+            authenticator=authenticator,
+            reload=authenticator.reload,
         ),
         name,
     )
+
+
+def open_access(settings: ServiceSettings) -> OpenAccess | ListedAccess:
+    """Raises SetUpError when the access file or the extra for JWTs is missing or wrong."""
+    if settings.access_file is None:
+        return OpenAccess()
+    subjects: SubjectFinder | None = None
+    if settings.jwt_issuer is not None:
+        try:
+            from service.jwt import JwtSubjects
+        except ImportError as error:
+            raise SetUpError("jwt_issuer needs: pip install 'tandem[oidc]'") from error
+        issuer = settings.jwt_issuer
+        jwks_url = settings.jwt_jwks_url or f"{issuer.rstrip('/')}/.well-known/jwks.json"
+        subjects = JwtSubjects(issuer, settings.jwt_audience, jwks_url)
+    try:
+        return ListedAccess(
+            settings.access_file, health_is_open=settings.health_without_token, subjects=subjects
+        )
+    except (AccessFileError, OSError) as error:
+        raise SetUpError(str(error)) from error
 
 
 def public_name(target: str) -> str:

@@ -7,7 +7,7 @@ the handler is closed at once, wherever it was.
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias
 
@@ -28,7 +28,11 @@ Behaviour = Callable[[Any, Context], Any]
 class Authenticator(Protocol):
     """Finds out who calls; raises ServiceError with UNAUTHENTICATED."""
 
-    def authenticate(self, method: str, metadata: Mapping[str, str]) -> Principal: ...
+    async def authenticate(
+        self, method: str, metadata: Mapping[str, str], peer_names: Iterable[str]
+    ) -> Principal:
+        """peer_names are those of the client's certificate, none without mutual TLS."""
+        ...
 
 
 class CallInterceptor(aio.ServerInterceptor):
@@ -65,7 +69,9 @@ class CallInterceptor(aio.ServerInterceptor):
             metadata = _text_metadata(context)
             span = start_call_span(method, metadata)
             try:
-                principal = self._authenticator.authenticate(method, metadata)
+                principal = await self._authenticator.authenticate(
+                    method, metadata, _peer_names(context)
+                )
                 current_call.set(CallInfo(principal, span))
                 response = await run(behaviour, request, context)
             except asyncio.CancelledError:
@@ -106,6 +112,16 @@ async def _abort(context: Context, span: CallSpan, method: str, error: Exception
 def _is_overdue(context: Context) -> bool:
     remaining: float | None = context.time_remaining()
     return remaining is not None and remaining <= 0
+
+
+def _peer_names(context: Context) -> tuple[str, ...]:
+    """Names in a certificate that TLS has verified."""
+    properties = context.auth_context()
+    return tuple(
+        name.decode(errors="replace")
+        for key in ("x509_subject_alternative_name", "x509_common_name")
+        for name in properties.get(key, ())
+    )
 
 
 def _text_metadata(context: Context) -> dict[str, str]:

@@ -21,12 +21,14 @@ async def run_until_signal(
     """Listen, load, serve until SIGTERM or SIGINT or a failure; returns the exit status.
 
     The first signal drains for at most grace_seconds, the second one ends the process at once.
+    SIGHUP reads the access file again.
     Raises what listening or loading raises.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, _on_signal, number, stopping)
+    loop.add_signal_handler(signal.SIGHUP, server.reload)
     try:
         await server.listen()
         await _load_unless(server, stopping)
@@ -37,7 +39,7 @@ async def run_until_signal(
         await server.stop(0.0 if has_failed else grace_seconds)
         return EXIT_FAILED if has_failed else EXIT_OK
     finally:
-        for number in _SIGNALS:
+        for number in (*_SIGNALS, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
 

@@ -44,6 +44,13 @@ class ServiceSettings(BaseSettings):
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # given: clients must show a certificate
 
+    # Access: without an access file everybody who reaches the port may call
+    access_file: Path | None = None
+    health_without_token: bool = False
+    jwt_issuer: str | None = None
+    jwt_audience: str = "tandem"
+    jwt_jwks_url: str | None = None  # None: ISSUER/.well-known/jwks.json
+
     # Bounds of a request
     max_request_bytes: int = Field(default=4 * 2**20, ge=1024)
     max_metadata_bytes: int = Field(default=16 * 1024, ge=1024)
@@ -87,6 +94,8 @@ class ServiceSettings(BaseSettings):
             raise ValueError("tls_certificate and tls_key go together")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        if self.jwt_issuer is not None and self.access_file is None:
+            raise ValueError("jwt_issuer needs access_file, which says who the subjects are")
         if self.tls_certificate is None and not (self.allow_insecure or is_loopback(self.host)):
             raise ValueError(
                 f"host: {self.host} is not loopback, and without tls_certificate everything "
