@@ -8,7 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 300
-LONGER: dict[str, int] = {}  # file -> its own limit, each with a reason beside it
+LONGER = {  # file -> its own limit
+    "engine/engine.py": 350,  # the step, told in one piece
+    "engine/request.py": 380,  # every value is checked where it is declared
+    "exports/powerbi/measures.py": 600,  # a list
+    "telemetry/ledger/models.py": 400,  # the tables
+}
 # Written in pieces, so that this file does not find itself.
 MACHINE_PATH = re.compile("/" + "work/|/" + "opt/(?:py|wheels)|/" + "root/")
 
@@ -28,7 +33,9 @@ def tracked() -> list[str]:
 
 
 def test_our_modules_fit_on_a_few_screens(tracked: list[str]) -> None:
-    modules = re.compile(r"(engine|exports|service|telemetry)/(?!pb/).*\.py")
+    modules = re.compile(
+        r"(engine|exports|service|telemetry)/(?!pb/|ledger/migrations/versions/).*\.py"
+    )
     lengths = {
         name: len((ROOT / name).read_text(encoding="utf-8").splitlines())
         for name in tracked
@@ -37,7 +44,8 @@ def test_our_modules_fit_on_a_few_screens(tracked: list[str]) -> None:
     assert lengths
     long = {name: n for name, n in lengths.items() if n > LONGER.get(name, MAX_LINES)}
     assert not long
-    assert not [name for name in LONGER if lengths.get(name, 0) <= MAX_LINES], "no longer needed"
+    not_needed = [name for name in LONGER if lengths.get(name, MAX_LINES + 1) <= MAX_LINES]
+    assert not not_needed
 
 
 def test_no_file_names_a_place_on_one_machine(tracked: list[str]) -> None:
