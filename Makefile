@@ -4,6 +4,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 EXTRAS ?= postgresql
+ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
+  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"], sep=",")')
 
 # Threads that wait for work sleep: the machine may be shared.
 export OMP_WAIT_POLICY ?= passive
@@ -59,7 +61,7 @@ protos-baseline: $(STAMP) ## at a release: accept the contract as the one to sta
 constraints: $(STAMP) ## keep the pins of constraints.txt and add those of new dependencies
 	@mkdir -p build
 	$(PY) -m pip install --quiet --dry-run --ignore-installed --report build/resolution.json \
-	  -c constraints.txt --group dev -e '.[$(EXTRAS),nvidia]'
+	  -c constraints.txt --group dev -e '.[$(ALL_EXTRAS)]'
 	@{ echo "# One tested set, for pip install -c. Extended by: make constraints"; \
 	  $(PY) -c 'import json; print(*sorted(("{name}=={version}".format_map(i["metadata"]).split("+")[0] \
 	    for i in json.load(open("build/resolution.json"))["install"] if "dir_info" not in i["download_info"]), key=str.lower), sep="\n")'; \
