@@ -11,7 +11,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model bench bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ test: check ## lint, types and contracts, then all tests that need no model
 test-model: $(STAMP) ## the tests that run the real model, which is pulled first
 	$(VENV)/bin/tandem models pull smollm2-135m-instruct
 	$(PY) -m pytest -q -m "model and not slow"
+
+bench: $(STAMP) ## what a step costs -> build/bench/decode.json (needs the model and a quiet machine)
+	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.decode
+
+bench-equivalence: $(STAMP) ## 480 prompts: speculation changes no token -> build/bench/equivalence.json
+	$(PY) -m tests.benchmarks.equivalence
 
 check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos
 	$(VENV)/bin/ruff check
