@@ -71,10 +71,13 @@ class LedgerStore:
         now = datetime.now(UTC)
         requests = _of(records, RequestRecord)
         finished = {record.record_id for record in requests}
-        starts = [s for s in _of(records, StartRecord) if s.record_id not in finished]
+        started = _of(records, StartRecord)
+        starts = [start for start in started if start.record_id not in finished]
         if careful:
             requests = self._not_written_yet(connection, requests)
             starts = _without_finished(connection, starts)
+        else:  # those whose start is in this very batch have none in the table
+            finished -= {start.record_id for start in started}
         for instance in _of(records, InstanceRecord):
             _upsert_instance(connection, instance)
         self._insert_starts(connection, starts, now)
