@@ -45,6 +45,12 @@ bench: $(STAMP) ## what a step costs -> build/bench/decode.json (needs the model
 bench-equivalence: $(STAMP) ## 480 prompts: speculation changes no token -> build/bench/equivalence.json
 	$(PY) -m tests.benchmarks.equivalence
 
+test-kill: $(STAMP) ## kill the ledger's writer two hundred times and count what is lost
+	$(PY) -m pytest -q -m slow tests/telemetry/test_ledger_kill.py
+
+bench-ledger: $(STAMP) ## rates and losses of the ledger, into build/bench/ledger.json
+	$(PY) -m tests.benchmarks.ledger
+
 check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
