@@ -90,7 +90,7 @@ class _Run:
         admitted: Admitted,
     ) -> None:
         self.serving = serving
-        self.queue = ArrivalQueue(serving.limits.max_unread_messages)
+        self.queue = ArrivalQueue(serving.limits.max_unread_messages * order.num_completions)
         self._order = order
         self._caller = caller
         self._num_prompt_tokens = admitted.num_prompt_tokens

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
 from grpc import aio
 
 from service.pb import generation_pb2 as pb
-from tests.fakes import FakeEngine, fake_token
+from tests.fakes import FAKE_INFO, FakeEngine, fake_token
 from tests.service.serving import MODEL_NAME, Running, running_server
 from tests.tiny import tiny_tokenizer
 
@@ -168,18 +169,21 @@ async def test_server_cuts_deadlines_to_its_own_maximum() -> None:
 
 
 async def test_reader_that_does_not_read_loses_its_row_and_slows_nobody() -> None:
-    engine = FakeEngine(tokens_per_step=200)
-    async with running_server(engine, max_unread_messages=8) as running:
-        request = text_request(request_id="stalled", labels={"a": "b"})
-        request.n = 8  # enough output to fill the transport's own buffers
-        request.output.top_logprobs = 0
-        request.stopping.max_tokens = 4000
+    engine = FakeEngine(
+        info=replace(FAKE_INFO, max_model_tokens=10**8), tokens_per_step=2000, step_seconds=0.002
+    )
+    async with running_server(
+        engine, max_unread_messages=64, max_tokens=10**8, max_waiting_tokens=10**9
+    ) as running:
+        request = text_request(request_id="stalled")
+        request.stopping.max_tokens = 10**7
         stalled = running.stub.Generate(request)
         await stalled.read()
-        neighbour = await read_all(running, text_request())
-        assert neighbour[-1].finished.usage.num_output_tokens == 10
-        await wait_until(lambda: running.server.num_live_requests == 0)
+        neighbour = await read_all(running, text_request(request_id="neighbour"))
+        await wait_until(lambda: running.server.num_live_requests == 0, 20)
         stalled.cancel()
+    assert ("stalled", "RESOURCE_EXHAUSTED") in running.recording.rows
+    assert neighbour[-1].finished.usage.num_output_tokens == 10
 
 
 async def test_chat_is_rendered_by_the_models_template() -> None:
