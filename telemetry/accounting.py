@@ -6,6 +6,7 @@ from engine.stats import StepStats
 from telemetry.cost import CostMeter
 from telemetry.energy import EnergyMeter, IntervalEnergy
 from telemetry.ledger.records import CapacityRecord, PriceRecord, RequestCost
+from telemetry.savings import SavingsEstimator
 
 
 class Accounting:
@@ -14,6 +15,7 @@ class Accounting:
     def __init__(self, cost: CostMeter, energy: EnergyMeter) -> None:
         self._cost = cost
         self._energy = energy
+        self._savings = SavingsEstimator()
 
     @property
     def price(self) -> PriceRecord:
@@ -39,6 +41,7 @@ class Accounting:
         """Charge a step to its rows."""
         for share in self._cost.on_step(stats):
             self._energy.charge(share.request_id, share.busy_nanoseconds)
+        self._savings.on_step(stats)
 
     def pass_idle(self, now_nanoseconds: int) -> None:
         """Account for the time up to now as idle. Only while no request is open."""
@@ -48,13 +51,15 @@ class Accounting:
         """End the energy window if it is due; the microjoules that it measured."""
         return self._energy.poll(now_nanoseconds)
 
-    def finish(self, request_id: str) -> RequestCost:
-        """The final cost and energy of a request. Forgets it."""
-        return replace(
+    def finish(self, request_id: str) -> tuple[RequestCost, int | None]:
+        """The final cost and energy of a request, and beside them the estimate in nano-USD of
+        its cost without speculation (None: unknown). Forgets it."""
+        cost = replace(
             self._cost.finish(request_id),
             energy_microjoules=self._energy.finish(request_id),
             energy_source=self._energy.source_name,
         )
+        return cost, self._savings.finish(request_id, cost, self._cost.price)
 
     def take_intervals(self) -> list[CapacityRecord]:
         """The intervals that ended since the last call, with their energy.

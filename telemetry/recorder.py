@@ -13,7 +13,6 @@ from opentelemetry import trace
 
 from engine.request import GenerationRequest
 from engine.stats import RequestStats, StepStats
-from telemetry import names
 from telemetry.accounting import Accounting
 from telemetry.clock import AnchoredClock
 from telemetry.latency import summarise_latency
@@ -26,7 +25,6 @@ from telemetry.ledger.records import (
     Outcome,
     RequestCost,
     RequestRecord,
-    SamplingSummary,
     StartRecord,
     TokenCounts,
     new_record_id,
@@ -35,6 +33,7 @@ from telemetry.ledger.writer import LedgerWriter
 from telemetry.metrics import Metrics
 from telemetry.pseudonym import TenantKey
 from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
+from telemetry.summaries import sampling_summary, span_attributes
 from telemetry.tracing import RequestTrace, record_step_span
 
 _log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Recorder:
         self._on_close = on_close
         self._steps: deque[StepStats] = deque()
         self._lock = threading.Lock()  # guards all that follows
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, OpenRequest] = {}  # by record id
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._closing = threading.Event()
         self._heartbeat_at = 0.0
@@ -105,7 +104,7 @@ class Recorder:
             request_id=request.request_id,
             attempt=attempt,
             started_at=self._clock.utc_of(request.arrived_at or time.monotonic()),
-            sampling=_summary_of(request),
+            sampling=sampling_summary(request),
             num_prompt_tokens=len(request.prompt_token_ids),
             variant=variant,
             tenant=self._tenant_key.pseudonym(request.tenant),
@@ -113,7 +112,7 @@ class Recorder:
             trace=trace,
         )
         with self._lock:
-            self._open[request.request_id] = open_request
+            self._open[open_request.record_id] = open_request
             price = self._accounting.price
         self._writer.submit(
             StartRecord(
@@ -141,7 +140,7 @@ class Recorder:
         self, open_request: OpenRequest, stats: RequestStats, *, status_code: str
     ) -> FinishedRequest:
         """See Recording."""
-        cost = self._settle(open_request)
+        cost, without_speculation = self._settle(open_request)
         latency = summarise_latency(stats)
         outcome = _OUTCOMES.get(status_code, Outcome.FAILED)
         record = replace(
@@ -153,6 +152,7 @@ class Recorder:
             drafter=self._drafter(stats.drafter),
             finish_reason=str(stats.finish_reason),
             error=stats.error,
+            estimated_cost_without_speculation_nano_usd=without_speculation,
         )
         durable = self._writer.submit(record)
         with _never_failing("metrics of a finished request"):
@@ -161,12 +161,12 @@ class Recorder:
             self._metrics.on_finished(stats, latency, outcome, open_request.variant, context)
             self._metrics.on_cost(cost)
             if span is not None:
-                span.finish(stats, status_code, _span_attributes(stats, cost))
+                span.finish(stats, status_code, span_attributes(stats, cost))
         return FinishedRequest(cost, latency, durable)
 
     def on_lost(self, open_request: OpenRequest, *, status_code: str, error: str) -> None:
         """See Recording."""
-        cost = self._settle(open_request)
+        cost, _ = self._settle(open_request)
         now = self._clock.utc(self._clock.now_nanoseconds())
         latency = LatencySummary(
             e2e_seconds=max(0.0, (now - open_request.started_at).total_seconds())
@@ -272,13 +272,12 @@ class Recorder:
         if self._on_close is not None:
             self._on_close()
 
-    def _settle(self, open_request: OpenRequest) -> RequestCost:
+    def _settle(self, open_request: OpenRequest) -> tuple[RequestCost, int | None]:
         with self._lock:
-            found = self._open.get(open_request.request_id)
-            if found is None or found.record_id != open_request.record_id:
+            if open_request.record_id not in self._open:
                 raise ValueError(f"request {open_request.request_id} was finished before")
-            self._drain()
-            del self._open[open_request.request_id]
+            self._drain()  # while it is open, so that its last steps can link to it
+            del self._open[open_request.record_id]
             return self._accounting.finish(open_request.request_id)
 
     def _record(
@@ -336,7 +335,9 @@ class Recorder:
 
     def _write_step_span(self, stats: StepStats) -> None:
         traces = {
-            name: request.trace for name, request in self._open.items() if request.trace is not None
+            request.request_id: request.trace
+            for request in self._open.values()
+            if request.trace is not None
         }
         if traces:
             record_step_span(stats, traces, next(iter(traces.values())).tracer)
@@ -372,39 +373,6 @@ class Recorder:
         if now / 1e9 >= self._heartbeat_at:
             self._heartbeat_at = now / 1e9 + _HEARTBEAT_SECONDS
             self._writer.submit(replace(self._instance, last_seen_at=self._clock.utc(now)))
-
-
-def _summary_of(request: GenerationRequest) -> SamplingSummary:
-    sampling = request.sampling
-    return SamplingSummary(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        acceptance_rule=str(sampling.acceptance_rule),
-        seed=sampling.seed,
-        speculation_mode=str(request.speculation.mode),
-        max_tokens=request.stopping.max_tokens,
-    )
-
-
-def _span_attributes(stats: RequestStats, cost: RequestCost) -> dict[str, str | int | list[str]]:
-    attributes: dict[str, str | int | list[str]] = {
-        names.ATTR_GEN_AI_INPUT_TOKENS: stats.num_prompt_tokens,
-        names.ATTR_GEN_AI_CACHED_TOKENS: stats.num_cached_prompt_tokens,
-        names.ATTR_GEN_AI_OUTPUT_TOKENS: stats.num_output_tokens,
-        names.ATTR_GEN_AI_FINISH_REASONS: [str(stats.finish_reason)],
-        names.ATTR_GEN_AI_REQUEST_SEED: stats.seed,
-        names.ATTR_GEN_AI_RESPONSE_ID: stats.request_id,
-        names.ATTR_DRAFT_TOKENS: stats.num_draft_tokens,
-        names.ATTR_ACCEPTED_TOKENS: stats.num_accepted_tokens,
-        names.ATTR_VERIFY_STEPS: stats.num_verify_steps,
-        names.ATTR_DRAFTER: stats.drafter,
-        names.ATTR_COST_NANO_USD: cost.cost_nano_usd,
-        names.ATTR_ENERGY_SOURCE: cost.energy_source,
-    }
-    if cost.energy_microjoules is not None:
-        attributes[names.ATTR_ENERGY_MICROJOULES] = cost.energy_microjoules
-    return attributes
 
 
 @contextlib.contextmanager

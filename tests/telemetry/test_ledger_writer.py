@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from telemetry.ledger import models
 from telemetry.ledger.journal import Journal, JournalError, JournalFullError
+from telemetry.ledger.queries import ledger_stats
 from telemetry.ledger.records import Outcome, decode_record, encode_record
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
@@ -109,6 +110,24 @@ def test_a_real_row_supersedes_the_one_that_closed_it_as_an_orphan(
         current = connection.exec_driver_sql("SELECT outcome FROM current_requests").scalars().all()
     engine.dispose()
     assert current == ["completed"]
+
+
+def test_a_correction_is_a_further_row_and_the_one_that_counts(
+    ledger_url: str, tmp_path: Path
+) -> None:
+    record = request_record()
+    with writing(ledger_url, tmp_path / "j") as writer:
+        assert writer.submit(record).result(10)
+        (first,) = rows_of(ledger_url, models.Request)
+        corrected = replace(
+            record, revision=1, supersedes_ledger_id=first.ledger_id, outcome=Outcome.FAILED
+        )
+        for _ in range(2):
+            assert writer.submit(corrected).result(10)
+    assert [row.revision for row in rows_of(ledger_url, models.Request)] == [0, 1]
+    engine = open_ledger(ledger_url)
+    assert ledger_stats(engine).num_by_outcome == {"failed": 1}
+    engine.dispose()
 
 
 def test_ledger_ids_only_grow(ledger_url: str, tmp_path: Path) -> None:
