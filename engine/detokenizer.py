@@ -22,26 +22,32 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._token_ids: list[int] = []
         self._context_start = 0  # decoding starts here, so that the tokens join as in the whole
-        self._shown_end = 0  # tokens before here have been shown in full
+        self._settled_end = 0  # tokens before here have been shown in full
+        self._num_shown = 0  # characters of the text from _context_start that have been shown
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens; may be empty."""
         self._token_ids.extend(token_ids)
-        shown = self._decode(self._context_start, self._shown_end)
         text = self._decode(self._context_start, len(self._token_ids))
-        if text.endswith(_REPLACEMENT) or len(text) <= len(shown):
+        # The last character may be incomplete; what stands before it in the token is certain.
+        certain = text.rstrip(_REPLACEMENT)
+        if len(certain) < len(text):
+            shown, self._num_shown = self._num_shown, max(self._num_shown, len(certain))
+            return certain[shown:]
+        if len(text) <= self._num_shown:
             return ""
-        self._context_start = self._shown_end
-        self._shown_end = len(self._token_ids)
-        return text[len(shown) :]
+        return self._settle(text)
 
     def finish(self) -> str:
         """What was held back. Bytes that never became a character show as U+FFFD."""
-        shown = self._decode(self._context_start, self._shown_end)
-        text = self._decode(self._context_start, len(self._token_ids))
-        self._context_start = self._shown_end
-        self._shown_end = len(self._token_ids)
-        return text[len(shown) :]
+        return self._settle(self._decode(self._context_start, len(self._token_ids)))
+
+    def _settle(self, text: str) -> str:
+        """Show the rest of text, which all tokens from _context_start on decode to."""
+        unshown = text[self._num_shown :]
+        self._context_start, self._settled_end = self._settled_end, len(self._token_ids)
+        self._num_shown = len(self._decode(self._context_start, self._settled_end))
+        return unshown
 
     def _decode(self, start: int, stop: int) -> str:
         text = self._tokenizer.decode(

@@ -129,6 +129,27 @@ def test_greedy_takes_constraints_bias_and_penalties_but_no_filter_and_no_temper
     )
 
 
+def test_a_greedy_row_keeps_its_logits_beside_sampled_ones() -> None:
+    greedy = SamplingParams(temperature=0, top_k=1, top_p=0.1, min_p=0.9, typical_p=0.1)
+    logits = torch.randn(2, VOCAB)
+    rows = [RowSampling(greedy, 1, 0), RowSampling(PROCESSORS["all_together"], 1, 0)]
+    assert torch.equal(SAMPLER.process(logits.clone(), rows)[0], logits[0])
+
+
+def test_a_row_without_a_filter_keeps_its_rarest_token_beside_rows_with_one() -> None:
+    logits = torch.full((2, 5000), -30.0)  # far below what a float32 sum near one resolves
+    logits[:, 0] = 10.0
+    one_and_less = torch.tensor([[1.0], [0.5]])
+    for filtered in (
+        filter_top_p(logits, one_and_less),
+        filter_typical_p(logits, one_and_less),
+        filter_min_p(logits, torch.tensor([[0.0], [0.5]])),
+        filter_top_k(logits, torch.tensor([[0], [1]]), 1),
+    ):
+        assert filtered[0].isfinite().all()
+        assert kept(filtered[1:]) == [[0]]
+
+
 def test_guarded_tokens_are_excluded_at_the_first_positions_only() -> None:
     row = RowSampling(
         SamplingParams(), 4, 0, (1, 1, 1), num_guarded_positions=2, guarded_token_ids=(5, 6)
