@@ -1,0 +1,1 @@
+"""Grafana dashboard and Prometheus alert rules, generated from telemetry.names."""
