@@ -51,6 +51,10 @@ test-kill: $(STAMP) ## kill the ledger's writer two hundred times and count what
 bench-ledger: $(STAMP) ## rates and losses of the ledger, into build/bench/ledger.json
 	$(PY) -m tests.benchmarks.ledger
 
+test-powerbi: $(STAMP) ## the Power BI project under Microsoft's parsers, which are fetched first
+	PYTHON=$(PY) sh tests/exports/powerbi/tools.sh
+	$(PY) -m pytest -q tests/exports/powerbi
+
 check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check

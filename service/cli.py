@@ -13,6 +13,8 @@ _COMMANDS = {  # name -> module and its typer app, or function
     "demo": ("service.demo.command", "demo"),
     "models": ("service.cli_models", "app"),
     "export": ("service.cli_export", "app"),
+    "report": ("service.cli_report", "report"),
+    "powerbi": ("service.cli_powerbi", "app"),
     "ledger": ("service.cli_ledger", "app"),
 }
 

@@ -120,7 +120,7 @@ COST = (
         "Estimated Saving USD",
         "Cost",
         f"""SUMX(
-    FILTER({REQUESTS}, NOT ISBLANK({REQUESTS}[Estimated Cost Without Speculation Nano USD])),
+    FILTER({REQUESTS}, NOT(ISBLANK({REQUESTS}[Estimated Cost Without Speculation Nano USD]))),
     {REQUESTS}[Estimated Cost Without Speculation Nano USD] - {REQUESTS}[Cost Nano USD]
 ) / 1000000000""",
         "SELECT sum(estimated_cost_without_speculation_nano_usd - cost_nano_usd) / 1e9 "
@@ -155,7 +155,7 @@ ENERGY = (
         "Energy per Token J",
         "Energy",
         f"""VAR Tokens =
-    CALCULATE([Output Tokens], FILTER({REQUESTS}, NOT ISBLANK({REQUESTS}[Energy Microjoules])))
+    CALCULATE([Output Tokens], FILTER({REQUESTS}, NOT(ISBLANK({REQUESTS}[Energy Microjoules]))))
 RETURN DIVIDE({sum_of("Energy Microjoules")}, Tokens) / 1000000""",
         "SELECT sum(energy_microjoules) / 1e6 / nullif(sum(num_output_tokens) "
         "FILTER (energy_microjoules IS NOT NULL), 0) FROM fact_request",

@@ -125,8 +125,8 @@ SPECULATION = (
         REQUESTS,
         "Acceptance Length vs Default",
         "Speculation",
-        'VAR Base = CALCULATE([Acceptance Length], Variant[Variant] = "default")\n'
-        "RETURN IF(NOT ISBLANK(Base), DIVIDE([Acceptance Length] - Base, Base))",
+        "VAR Base = CALCULATE([Acceptance Length], 'Variant'[Variant] = \"default\")\n"
+        "RETURN IF(NOT(ISBLANK(Base)), DIVIDE([Acceptance Length] - Base, Base))",
         "SELECT (a.v - b.v) / b.v FROM "
         "(SELECT 1 + sum(num_accepted_tokens) / nullif(sum(num_verify_steps), 0) AS v "
         "FROM fact_request) a, "
