@@ -11,7 +11,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model bench bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model test-node soak bench-service bench bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,16 @@ bench-equivalence: $(STAMP) ## 480 prompts: speculation changes no token -> buil
 
 test-kill: $(STAMP) ## kill the ledger's writer two hundred times and count what is lost
 	$(PY) -m pytest -q -m slow tests/telemetry/test_ledger_kill.py
+
+bench-service: $(STAMP) ## what gRPC costs, and 10,000 cancels -> build/bench/service.json
+	$(PY) -m tests.benchmarks.service
+
+soak: $(STAMP) ## 20 minutes of recorded arrivals with chaos and constant memory -> build/bench/soak.json
+	$(PY) -m tests.benchmarks.soak
+
+test-node: $(STAMP) ## a Node client against the server; fetches @grpc/grpc-js with npm
+	cd tests/e2e/node && npm ci --no-audit --no-fund
+	$(PY) -m pytest -q tests/e2e/test_node_client.py
 
 bench-ledger: $(STAMP) ## rates and losses of the ledger, into build/bench/ledger.json
 	$(PY) -m tests.benchmarks.ledger
