@@ -135,10 +135,9 @@ class CostMeter:
         A step that seems to begin before the last one ended (clock resolution) is charged from
         there on, so that no time is paid twice.
         """
-        started = max(self._cursor, int(stats.started_at * 1e9))
-        ended = max(self._cursor, int(stats.started_at * 1e9) + stats.duration_nanoseconds)
+        started = int(stats.started_at * 1e9)
         self._advance(started, None)
-        shares = self._advance(ended, stats)
+        shares = self._advance(started + stats.duration_nanoseconds, stats)
         self._count(stats)
         if self._cursor - self._interval.started_nanoseconds >= self._interval_nanoseconds:
             self._roll()

@@ -59,6 +59,23 @@ def test_many_windows_add_up_to_what_was_measured() -> None:
     assert spent + energy.idle_microjoules == readings[-1]
 
 
+def test_what_was_charged_too_early_is_taken_off_idle_and_never_off_a_neighbour() -> None:
+    """A busy window sets the power; in the next one the machine rests, but a request that ended
+    in it was charged at the old power."""
+    meter = EnergyMeter(ScriptedCounter(0, 1_000_000, 1_100_000, 2_100_000), 0)
+    meter.charge("a", SECOND)
+    meter.poll(SECOND)
+    meter.charge("b", SECOND // 2)
+    spent = (meter.finish("a") or 0) + (meter.finish("b") or 0)
+    meter.charge("c", SECOND // 4)
+    meter.poll(2 * SECOND)
+    meter.poll(3 * SECOND)
+    assert meter.finish("c") == 25_000
+    energy = meter.take_interval()
+    assert energy.busy_microjoules == spent + 25_000
+    assert energy.idle_microjoules == 2_100_000 - energy.busy_microjoules
+
+
 def test_without_a_counter_nothing_is_known() -> None:
     meter = EnergyMeter(None, 0)
     meter.charge("a", SECOND)

@@ -1,5 +1,6 @@
 """The writer: everything submitted is in the ledger once, whatever happens to the database."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -168,6 +169,7 @@ def test_a_database_that_is_away_costs_nothing_and_is_replayed_once(tmp_path: Pa
         migrate(url)
         assert writer.wait_until_written(10)
         assert writer.status().lag_seconds == 0
+        assert writer.status().journal_bytes == 0
         assert writer.submit(request_record("after")).result(10)
     assert count(url, models.Request) == 101
     assert count(url, models.RequestStart) == 0
@@ -245,12 +247,50 @@ def test_a_torn_tail_is_dropped_and_damage_is_set_aside(tmp_path: Path) -> None:
         journal.append(records)
         (segment,) = journal.segments()
         lines = segment.read_bytes().splitlines(keepends=True)
-        flipped = lines[1][:-10] + bytes([lines[1][-10] ^ 1]) + lines[1][-9:]
+        flipped = lines[1].replace(b'"r1"', b'"r7"')  # still good JSON, another request
         segment.write_bytes(lines[0] + flipped + lines[2] + lines[0][:50])
         content = journal.read(segment)
     assert [r.request_id for r in content.records] == ["r0", "r2"]  # type: ignore[union-attr]
     assert content.damaged_lines == (flipped,)
     assert content.torn_tail_bytes == 50
+
+
+def test_an_append_returns_only_after_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Journal(tmp_path / "j") as journal:
+        for _ in range(3):
+            journal.append([request_record()])
+            assert synced[-1] == journal.num_bytes
+
+
+def test_a_write_that_fails_half_way_leaves_nothing_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Journal(tmp_path / "j") as journal:
+        journal.append([request_record("whole")])
+        real = os.write
+
+        def half_then_full_disk(descriptor: int, data: bytes) -> int:
+            real(descriptor, bytes(data[: len(data) // 2]))
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", half_then_full_disk)
+        with pytest.raises(OSError, match="No space"):
+            journal.append([request_record("half")])
+        monkeypatch.setattr(os, "write", real)
+        journal.append([request_record("next")])
+        contents = [journal.read(segment) for segment in journal.segments()]
+    assert [r.request_id for c in contents for r in c.records] == ["whole", "next"]  # type: ignore[union-attr]
+    assert not any(c.damaged_lines or c.torn_tail_bytes for c in contents)
 
 
 def test_two_servers_cannot_share_a_journal(tmp_path: Path) -> None:
