@@ -139,6 +139,8 @@ class Attempts:
             is_repeatable
             and (request.n or 1) == 1
             and not request.stopping.stop_strings
+            and not request.HasField("structured_output")
+            and not request.output.prompt_logprobs
             and not sampling.presence_penalty
             and not sampling.frequency_penalty
             and not request.output.HasField("top_logprobs")

@@ -201,6 +201,7 @@ class _Run:
             token_ids=delta.token_ids,
             text=completion.text.push(delta),
             logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs if completion.index == 0 else (),
             finish_reason=delta.finish_reason,
         )
 

@@ -95,6 +95,7 @@ def _requests_of(
             sampling=replace(order.sampling, seed=(first_seed + index) % _MAX_SEED),
             stopping=stopping,
             speculation=order.speculation,
+            structured_output=order.structured_output,
             priority=order.priority,
             tenant=caller.tenant,
             arrived_at=arrived_at,

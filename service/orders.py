@@ -12,6 +12,7 @@ from engine.request import (
     SamplingParams,
     SpeculationParams,
     StoppingParams,
+    StructuredOutput,
     TokenLogprob,
 )
 from engine.stats import RequestStats
@@ -55,6 +56,7 @@ class GenerationOrder:
     sampling: SamplingParams
     stopping: StoppingParams
     speculation: SpeculationParams
+    structured_output: StructuredOutput | None = None
     seed: int | None = None
     num_completions: int = 1
     priority: int = 0
@@ -77,6 +79,8 @@ class GenerationOrder:
             (self.seed is None and not self.sampling.is_greedy, "needs the seed"),
             (self.num_completions != 1, "is for one completion"),
             (bool(self.stopping.stop_strings), "cannot be combined with stop strings"),
+            (self.structured_output is not None, "cannot be combined with structured output"),
+            (self.sampling.prompt_logprobs, "cannot be combined with prompt_logprobs"),
             (
                 bool(self.sampling.presence_penalty or self.sampling.frequency_penalty),
                 "cannot be combined with presence or frequency penalties",
@@ -130,6 +134,7 @@ class Delta:
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
 
 

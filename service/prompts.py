@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.detokenizer import Detokenizer
 from engine.request import RequestError
+from service.errors import unimplemented
 from service.orders import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 
@@ -31,7 +32,7 @@ class PromptEncoder:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids. Raises RequestError for what cannot be a prompt."""
+        """The token ids. Raises RequestError or ServiceError for what cannot be a prompt."""
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
         self._check_size(prompt)
@@ -71,6 +72,8 @@ class PromptEncoder:
     def _render(self, chat: ChatPrompt) -> str:
         if not self.has_chat_template:
             raise RequestError("chat", "the model has no chat template; send text or tokens")
+        if chat.tools and "tools" not in str(self._tokenizer.chat_template):
+            raise unimplemented("chat.tools", "the model's chat template knows no tools")
         for index, message in enumerate(chat.messages):
             for token in self._special_tokens:
                 if token in str(message["content"]):

@@ -25,6 +25,7 @@ async def collect(events: AsyncIterator[Event]) -> pb.GenerateUnaryResponse:
             case Started():
                 response.started.CopyFrom(write_started(event))
             case Delta():
+                response.prompt_logprobs.extend(write_logprobs(event.prompt_logprobs))
                 part = gathered.setdefault(event.choice_index, _Gathered())
                 part.texts.append(event.text)
                 part.token_ids.extend(event.token_ids)

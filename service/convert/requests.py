@@ -17,9 +17,10 @@ from engine.request import (
     SpeculationMode,
     SpeculationParams,
     StoppingParams,
+    StructuredOutput,
+    StructuredOutputKind,
 )
 from service import orders
-from service.errors import unimplemented
 from service.pb import generation_pb2 as pb
 
 _ACCEPTANCE_RULES = {
@@ -45,10 +46,6 @@ def read_generate_request(
     message: pb.GenerateRequest, *, default_max_tokens: int, max_completions: int
 ) -> orders.GenerationOrder:
     """What the client orders. A request_id is made where none is given."""
-    if message.HasField("structured_output"):
-        raise unimplemented("structured_output", "this server does not constrain the output")
-    if message.output.prompt_logprobs:
-        raise unimplemented("output.prompt_logprobs", "this server computes none")
     num_completions = message.n if message.HasField("n") else 1
     if not 1 <= num_completions <= max_completions:
         raise RequestError("n", f"must be between 1 and {max_completions}, got {num_completions}")
@@ -60,6 +57,7 @@ def read_generate_request(
         sampling=_read_sampling(message.sampling, message.output),
         stopping=_read_stopping(message.stopping, default_max_tokens),
         speculation=_read_speculation(message.speculation),
+        structured_output=_read_structured_output(message),
         seed=seed,
         num_completions=num_completions,
         priority=message.priority,
@@ -187,6 +185,7 @@ def _read_sampling(message: pb.SamplingParams, output: pb.OutputOptions) -> Samp
         banned_token_ids=tuple(message.banned_token_ids),
         seed=message.seed,
         acceptance_rule=_ACCEPTANCE_RULES[message.acceptance_rule],
+        prompt_logprobs=output.prompt_logprobs,
         num_top_logprobs=output.top_logprobs if output.HasField("top_logprobs") else None,
     )
 
@@ -205,6 +204,29 @@ def _read_stopping(message: pb.StoppingParams, default_max_tokens: int) -> Stopp
             else None
         ),
     )
+
+
+def _read_structured_output(message: pb.GenerateRequest) -> StructuredOutput | None:
+    if not message.HasField("structured_output"):
+        return None
+    wanted = message.structured_output
+    match wanted.WhichOneof("constraint"):
+        case "json_object":
+            if not wanted.json_object:
+                raise RequestError("structured_output.json_object", "must be true when given")
+            return StructuredOutput(StructuredOutputKind.JSON_SCHEMA, '{"type": "object"}')
+        case "json_schema":
+            return StructuredOutput(StructuredOutputKind.JSON_SCHEMA, wanted.json_schema)
+        case "regex":
+            return StructuredOutput(StructuredOutputKind.REGEX, wanted.regex)
+        case "choice":
+            texts = json.dumps(list(wanted.choice.texts), ensure_ascii=False)
+            if not all(wanted.choice.texts) or not wanted.choice.texts:
+                raise RequestError("structured_output.choice", "needs texts that are not empty")
+            return StructuredOutput(StructuredOutputKind.CHOICE, texts)
+        case "grammar":
+            return StructuredOutput(StructuredOutputKind.GRAMMAR, wanted.grammar)
+    raise RequestError("structured_output", "a constraint must be set")
 
 
 def _read_speculation(message: pb.SpeculationOptions) -> SpeculationParams:

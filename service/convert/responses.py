@@ -37,6 +37,7 @@ def write_event(event: orders.Event) -> pb.GenerateResponse:
                     text=event.text,
                     logprobs=write_logprobs(event.logprobs),
                     finish_reason=_FINISH_REASONS[event.finish_reason],
+                    prompt_logprobs=write_logprobs(event.prompt_logprobs),
                 )
             )
         case orders.Finished():

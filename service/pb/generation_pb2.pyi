@@ -231,7 +231,7 @@ class GenerateRequest(_message.Message):
         server goes on after them: indices, max_tokens and text continue, and with the same seed
         and the coupled acceptance rule the tokens are those that the broken stream would have
         brought. The seed must be given, unless temperature is 0. Not with n > 1, stop strings,
-        presence or frequency penalties.
+        structured output, prompt_logprobs, presence or frequency penalties.
         """
 
     def __init__(
@@ -695,7 +695,9 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """Restricts the output to a language. Exactly one."""
+    """Restricts the output to a language. Exactly one. The output satisfies it unless max_tokens or
+    a time limit cuts it. Not with ignore_eos or min_tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -720,7 +722,7 @@ class StructuredOutput(_message.Message):
     JSON_OBJECT_FIELD_NUMBER: _builtins.int
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
-    CHOICES_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     json_object: _builtins.bool
     """Any JSON object."""
@@ -728,9 +730,9 @@ class StructuredOutput(_message.Message):
     """JSON Schema."""
     regex: _builtins.str
     grammar: _builtins.str
-    """A context-free grammar in GBNF."""
+    """A context-free grammar in Lark syntax."""
     @_builtins.property
-    def choices(self) -> Global___StructuredOutput.Choices:
+    def choice(self) -> Global___StructuredOutput.Choices:
         """One of these texts."""
 
     def __init__(
@@ -739,14 +741,14 @@ class StructuredOutput(_message.Message):
         json_object: _builtins.bool = ...,
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
-        choices: Global___StructuredOutput.Choices | None = ...,
+        choice: Global___StructuredOutput.Choices | None = ...,
         grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choices", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choice", "grammar"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
 
@@ -847,6 +849,7 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """Which completion, 0 to n - 1."""
     first_token_index: _builtins.int
@@ -865,6 +868,10 @@ class Delta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """One per token, when asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """With the first delta, when asked for: of the prompt's tokens from the second one on."""
+
     def __init__(
         self,
         *,
@@ -874,10 +881,11 @@ class Delta(_message.Message):
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1195,6 +1203,7 @@ class GenerateUnaryResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     COMPLETIONS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started: ...
     @_builtins.property
@@ -1203,16 +1212,21 @@ class GenerateUnaryResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """When asked for: of the prompt's tokens from the second one on."""
+
     def __init__(
         self,
         *,
         started: Global___Started | None = ...,
         completions: _abc.Iterable[Global___Completion] | None = ...,
         usage: Global___Usage | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started", b"started", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "started", b"started", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,6 +78,36 @@ async def test_resuming_gives_what_the_unbroken_stream_gives(tiny_service: TinyS
         assert resumed.text == whole.text
 
 
+async def test_structured_output_is_what_was_asked_for(tiny_service: TinyService) -> None:
+    request = build_request("the", max_tokens=20, temperature=1.0, seed=3)
+    request.structured_output.choice.texts.extend(["yes", "no", "quick"])
+    chosen = await tiny_service.client.generate(request).result()
+    assert chosen.text in {"yes", "no", "quick"}
+    request.structured_output.regex = "[0-9]{3}"
+    digits = await tiny_service.client.generate(request).result()
+    assert len(digits.text) == 3
+    assert digits.text.isdigit()
+    request.structured_output.regex = "(unclosed"
+    with pytest.raises(TandemError) as wrong:
+        await tiny_service.client.generate(request).result()
+    assert wrong.value.field_violations[0][0] == "structured_output.regex"
+
+
+async def test_logprobs_come_for_every_token_of_output_and_prompt(
+    tiny_service: TinyService,
+) -> None:
+    request = build_request(PROMPTS[0], max_tokens=6, temperature=0)
+    request.output.top_logprobs = 2
+    request.output.prompt_logprobs = True
+    events = [event async for event in tiny_service.client.generate(request).events()]
+    logprobs = [entry for event in events for entry in event.delta.logprobs]
+    tokens = [token for event in events for token in event.delta.token_ids]
+    assert [entry.token_id for entry in logprobs] == tokens
+    assert all(entry.top[0].token_id == entry.token_id for entry in logprobs)  # greedy
+    of_prompt = [entry for event in events for entry in event.delta.prompt_logprobs]
+    assert len(of_prompt) == events[0].started.num_prompt_tokens - 1
+
+
 async def test_random_cancellation_leaks_nothing_and_disturbs_nobody(
     tiny_service: TinyService,
 ) -> None:
