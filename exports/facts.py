@@ -21,9 +21,9 @@ from exports.columns import (
 
 
 def _latency_bounds() -> tuple[float, ...]:
-    # Geometric with ratio 1.15: a percentile read as a bucket's upper bound is at most 15 %
+    # Geometric with ratio 1.07: a percentile read as a bucket's upper bound is at most 7 %
     # above the truth. Rounded so that the bounds are the same on every platform.
-    first, ratio, last = 1e-4, 1.15, 1e6
+    first, ratio, last = 1e-4, 1.07, 1e6
     count = math.ceil(math.log(last / first) / math.log(ratio)) + 1
     return tuple(float(f"{first * ratio**index:.6g}") for index in range(count))
 

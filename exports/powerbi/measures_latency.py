@@ -34,7 +34,7 @@ RETURN IF(Wanted > 0, MINX(Reached, '{LATENCY}'[Upper Seconds]))""",
     FROM buckets
 ) SELECT min(upper_seconds) FROM running WHERE reached >= {share} * total""",
         SECONDS,
-        f"Upper bound of the bucket that holds the {percent}th percentile; at most 15 % too high",
+        f"Upper bound of the bucket that holds the {percent}th percentile; at most 7 % too high",
     )
 
 

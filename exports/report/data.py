@@ -53,7 +53,13 @@ def measure_rows(
     orders = ", ".join(f"d{index}.place" for index in range(len(groupings)))
     sql = f"SELECT {labels}, {values} FROM {domains} ORDER BY {orders}"  # noqa: S608 - own names
     rows = connection.execute(sql).fetchall()
-    return [row for row in rows if any(row[len(groupings) :])]
+    # Along one axis a zero is news; of all combinations most simply do not occur.
+    is_shown = _has_value if len(groupings) == 1 else any
+    return [row for row in rows if is_shown(row[len(groupings) :])]
+
+
+def _has_value(values: tuple[Any, ...]) -> bool:
+    return any(value is not None for value in values)
 
 
 def _domain(grouping: Grouping) -> str:

@@ -10,11 +10,11 @@ NANO_USD_PER_HOUR = 380_000_000
 BUSY_WATTS, IDLE_WATTS = 95, 40
 HOUR_NANOSECONDS = 3_600_000_000_000
 
-_PREFILL_NANOSECONDS = 1_000_000  # per position, here and below
-_DECODE_NANOSECONDS = 20_000_000
+_PREFILL_NANOSECONDS = 2_000_000  # per position, here and below
+_DECODE_NANOSECONDS = 30_000_000
 _DRAFT_NANOSECONDS = 6_000_000
 _DRAFTER_NANOSECONDS = 1_500_000
-_STEP_SECONDS = 0.045
+_STEP_SECONDS = 0.07
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def charge(traffic: Traffic, work: Work) -> Charges:
     steps = work.num_verify_steps + work.num_plain_steps
     step_seconds = _STEP_SECONDS * traffic.noise * np.where(is_slow, 1.7, 1.0)
     decode_seconds = step_seconds * steps
-    ttft = traffic.queue_seconds + traffic.num_prompt_tokens * 0.001 * traffic.noise + step_seconds
+    ttft = traffic.queue_seconds + traffic.num_prompt_tokens * 0.002 * traffic.noise + step_seconds
     e2e = np.where(work.has_run, ttft + decode_seconds, 0.002)
     tpot = decode_seconds / np.maximum(work.num_output_tokens - 1, 1)
     finish_hour = (traffic.arrival_microseconds + (e2e * 1e6).astype(np.int64)) // 3_600_000_000
@@ -83,7 +83,7 @@ def charge(traffic: Traffic, work: Work) -> Charges:
     rejected = work.num_draft_tokens - work.num_accepted_tokens
     cost["rejected"] = cost["draft"] * rejected // np.maximum(work.num_draft_tokens, 1)
     cost["without_speculation"] = cost["prefill"] + _nano_usd(
-        work.num_output_tokens * (_DECODE_NANOSECONDS + 2_000_000)
+        work.num_output_tokens * (_DECODE_NANOSECONDS + 4_000_000)
     )
     cost["total"] = cost["prefill"] + cost["decode"] + cost["draft"] + cost["drafter"]
     return Charges(ttft, tpot, step_seconds, e2e, finish_hour, sum(times.values()), cost)

@@ -18,7 +18,7 @@ SEED = 20260101
 MAX_DRAFT_TOKENS = 4
 
 TENANT_SHARES = (0.34, 0.22, 0.15, 0.11, 0.08, 0.05, 0.03, 0.02)
-REQUESTS_PER_HOUR = {"conversation": 26, "code": 14}
+REQUESTS_PER_HOUR = {"conversation": 52, "code": 28}
 FIRST_ACCEPTANCE = {"conversation": 0.62, "code": 0.78}
 
 CANDIDATE_FROM_DAY = 45  # the head drafter takes half of the traffic, in variant "candidate"
