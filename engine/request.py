@@ -61,6 +61,7 @@ class StructuredOutputKind(StrEnum):
     GRAMMAR = "grammar"  # Lark syntax
 
 
+MIN_TEMPERATURE = 1e-4  # logits divided by less leave no room for the noise in float32
 MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 32
@@ -119,11 +120,15 @@ class SamplingParams:
         ):
             _finite(getattr(self, name), f"sampling.{name}")
         _require(
-            0 <= self.temperature <= 100,
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= 100,
             "sampling.temperature",
-            f"must be between 0 and 100, got {self.temperature}",
+            f"must be 0 (greedy) or between {MIN_TEMPERATURE} and 100, got {self.temperature}",
         )
-        _require(self.top_k >= 0, "sampling.top_k", f"must not be negative, got {self.top_k}")
+        _require(
+            0 <= self.top_k < 2**31,
+            "sampling.top_k",
+            f"must be in [0, 2**31), got {self.top_k}",
+        )
         for name in ("top_p", "typical_p"):
             value = getattr(self, name)
             _require(0 < value <= 1, f"sampling.{name}", f"must be in (0, 1], got {value}")
@@ -157,6 +162,12 @@ class SamplingParams:
                 f"sampling.{name}",
                 f"has {len(values)} entries, at most {MAX_TOKEN_LIST_ENTRIES}",
             )
+        _require(
+            not self.allowed_token_ids
+            or not set(self.allowed_token_ids) <= set(self.banned_token_ids),
+            "sampling.banned_token_ids",
+            "bans every allowed token",
+        )
         _require(0 <= self.seed < 2**63, "sampling.seed", f"must be in [0, 2**63), got {self.seed}")
         _require(
             self.num_top_logprobs is None or 0 <= self.num_top_logprobs <= MAX_TOP_LOGPROBS,
