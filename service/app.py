@@ -128,6 +128,8 @@ class Server:
                 max_tokens=self._settings.max_tokens,
                 max_draft_tokens=self._settings.max_draft_tokens,
                 max_unread_messages=self._settings.max_unread_messages,
+                coalesce_tokens=self._settings.coalesce_tokens,
+                coalesce_seconds=self._settings.coalesce_seconds,
             ),
             gate=self,
         )

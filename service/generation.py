@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 
-from engine.request import FinishReason, GenerationRequest
+from engine.request import FinishReason, GenerationRequest, TokenDelta
 from engine.stats import RequestStats
 from service import errors
+from service.coalescing import TokenGroups, merge
 from service.engine_thread import EngineGoneError
 from service.intake import Admitted, admit
 from service.live_requests import Arrival, ArrivalQueue, ReaderTooSlowError
@@ -37,7 +38,8 @@ async def generate(
         await run.submit()
         yield run.started()
         while not run.is_complete:
-            yield await run.next_delta()
+            for delta in await run.next_deltas():
+                yield delta
         yield run.finished()
     finally:
         run.leave()
@@ -52,6 +54,7 @@ class _Completion:
     request: GenerationRequest
     open_request: OpenRequest
     text: OutputText
+    groups: TokenGroups | None
     is_live: bool = True
     is_handed_over: bool = False
     choice: Choice | None = None
@@ -59,6 +62,10 @@ class _Completion:
     @property
     def queue(self) -> ArrivalQueue:
         return self.run.queue
+
+    def parts_of(self, delta: TokenDelta) -> list[TokenDelta]:
+        """The delta as it is sent: whole, or in groups of equal size."""
+        return [delta] if self.groups is None else self.groups.push(delta)
 
     def ended(self, stats: RequestStats) -> Charge:
         self.is_live = False
@@ -97,6 +104,8 @@ class _Run:
         self._ticket = admitted.ticket
         self._num_unreleased = len(admitted.requests)
         self._num_used_tokens = 0
+        self._began_at = time.monotonic()
+        self._slot_seconds = serving.limits.coalesce_seconds
         self._completions = {
             request.request_id: self._begin(index, request)
             for index, request in enumerate(admitted.requests)
@@ -112,7 +121,9 @@ class _Run:
             request, labels=dict(self._order.labels), variant="", trace=trace
         )
         text = OutputText(self.serving.tokenizer, is_given=bool(request.stopping.stop_strings))
-        completion = _Completion(self, index, request, open_request, text)
+        size = self.serving.limits.coalesce_tokens
+        groups = TokenGroups(size) if size else None
+        completion = _Completion(self, index, request, open_request, text, groups)
         self.serving.live.add(request.request_id, completion)
         return completion
 
@@ -171,17 +182,25 @@ class _Run:
     def is_complete(self) -> bool:
         return all(completion.choice is not None for completion in self._completions.values())
 
-    async def next_delta(self) -> Delta:
+    async def next_deltas(self) -> list[Delta]:
         """Waits for the engine. Raises when this run has ended otherwise than by finishing."""
         try:
-            arrival = await self.queue.get()
+            arrivals = [await self.queue.get()]
+            if self._slot_seconds:
+                await self._wait_for_slot()
+                arrivals = _merged([*arrivals, *self.queue.take_all()])
         except ReaderTooSlowError as error:
             raise errors.client_too_slow(self.serving.limits.max_unread_messages) from error
         except EngineGoneError as error:
             raise errors.engine_lost("the engine stopped; start the request again") from error
-        return self._read(arrival)
+        return [delta for arrival in arrivals for delta in self._read(arrival)]
 
-    def _read(self, arrival: Arrival) -> Delta:
+    async def _wait_for_slot(self) -> None:
+        """Slots are multiples of the interval since the start, whatever the engine does."""
+        elapsed = time.monotonic() - self._began_at
+        await asyncio.sleep(self._slot_seconds - elapsed % self._slot_seconds)
+
+    def _read(self, arrival: Arrival) -> list[Delta]:
         delta, ending = arrival.delta, arrival.ending
         completion = self._completions[delta.request_id]
         num_resumed = len(self._order.resume_token_ids)
@@ -195,15 +214,18 @@ class _Run:
                 stop_token_id=delta.stop_token_id,
                 stop_string=delta.stop_string,
             )
-        return Delta(
-            choice_index=completion.index,
-            first_token_index=num_resumed + delta.first_token_index,
-            token_ids=delta.token_ids,
-            text=completion.text.push(delta),
-            logprobs=delta.logprobs,
-            prompt_logprobs=delta.prompt_logprobs if completion.index == 0 else (),
-            finish_reason=delta.finish_reason,
-        )
+        return [
+            Delta(
+                choice_index=completion.index,
+                first_token_index=num_resumed + part.first_token_index,
+                token_ids=part.token_ids,
+                text=completion.text.push(part),
+                logprobs=part.logprobs,
+                prompt_logprobs=part.prompt_logprobs if completion.index == 0 else (),
+                finish_reason=part.finish_reason,
+            )
+            for part in completion.parts_of(delta)
+        ]
 
     def _check_ending(self, stats: RequestStats) -> None:
         match stats.finish_reason:
@@ -250,3 +272,14 @@ class _Run:
             self.serving.admission.release(
                 self._ticket, self._num_used_tokens, time.monotonic(), self._caller.quota
             )
+
+
+def _merged(arrivals: list[Arrival]) -> list[Arrival]:
+    """One arrival per completion, in the order of their first ones."""
+    by_request: dict[str, list[Arrival]] = {}
+    for arrival in arrivals:
+        by_request.setdefault(arrival.delta.request_id, []).append(arrival)
+    return [
+        Arrival(merge([arrival.delta for arrival in group]), group[-1].ending)
+        for group in by_request.values()
+    ]

@@ -72,6 +72,12 @@ class ArrivalQueue:
         self._arrivals.clear()
         self._changed.set()
 
+    def take_all(self) -> list[Arrival]:
+        """What is there now, without waiting."""
+        taken = list(self._arrivals)
+        self._arrivals.clear()
+        return taken
+
     async def get(self) -> Arrival:
         """The next arrival. Raises what `fail` was given."""
         while not self._arrivals:

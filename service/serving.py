@@ -30,6 +30,8 @@ class GenerationLimits:
     max_tokens: int
     max_draft_tokens: int
     max_unread_messages: int
+    coalesce_tokens: int = 0  # 0: as they come
+    coalesce_seconds: float = 0.0
 
 
 class Gate(Protocol):

@@ -65,6 +65,10 @@ class ServiceSettings(BaseSettings):
     max_waiting_tokens: int = Field(default=2_000_000, ge=0)
     max_unread_messages: int = Field(default=1024, ge=1)
 
+    # Hiding accepted counts from who watches the network: see SECURITY.md
+    coalesce_tokens: int = Field(default=0, ge=0)  # 0: one message per step
+    coalesce_seconds: float = Field(default=0, ge=0)
+
     # Transport
     max_concurrent_streams: int = Field(default=1000, ge=1)
     keepalive_seconds: float = Field(default=30, gt=0)
