@@ -58,8 +58,9 @@ test-node: $(STAMP) ## a Node client against the server; fetches @grpc/grpc-js w
 	cd tests/e2e/node && npm ci --no-audit --no-fund
 	$(PY) -m pytest -q tests/e2e/test_node_client.py
 
-bench-ledger: $(STAMP) ## rates and losses of the ledger, into build/bench/ledger.json
+bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> build/bench/ledger.json, recording.json
 	$(PY) -m tests.benchmarks.ledger
+	$(PY) -m tests.benchmarks.recording
 
 test-powerbi: $(STAMP) ## the Power BI project under Microsoft's parsers, which are fetched first
 	PYTHON=$(PY) sh tests/exports/powerbi/tools.sh

@@ -59,6 +59,9 @@ class _Account:
         self.cost += cost
         self.busy_nanoseconds += nanoseconds
         self.drafter += drafter
+        if not (row.num_prefill_positions or row.num_draft_positions):
+            self.decode += cost - drafter
+            return
         positions = (row.num_prefill_positions, row.num_decode_positions, row.num_draft_positions)
         prefill, decode, draft = split_by_weight(cost - drafter, positions)
         self.prefill += prefill

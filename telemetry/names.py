@@ -154,7 +154,8 @@ STEP_LATENCY = MetricSpec(
 )  # fmt: skip
 TOKENS_PER_STEP = MetricSpec(
     "tandem.request.tokens_per_step", Instrument.HISTOGRAM, "{token}",
-    "Tokens that a decoding row got from one step.", (), TOKENS_PER_STEP_BUCKETS,
+    "Tokens that a decoding row got from one step; a few rows of each step.", (),
+    TOKENS_PER_STEP_BUCKETS,
 )  # fmt: skip
 STEP_DURATION = MetricSpec(
     "tandem.step.duration", Instrument.HISTOGRAM, "s",
@@ -203,7 +204,7 @@ ACCEPTED_BY_POSITION = MetricSpec(
 )  # fmt: skip
 DRAFT_LENGTH = MetricSpec(
     "tandem.speculation.draft_length", Instrument.HISTOGRAM, "{token}",
-    "K: tokens drafted for a decoding row in a step, 0 included.", (),
+    "K: tokens drafted for a decoding row, 0 included; a few rows of each step.", (),
     (0.0, *TOKENS_PER_STEP_BUCKETS),
 )  # fmt: skip
 GOODPUT = MetricSpec(

@@ -84,7 +84,9 @@ class Recorder:
         self._open: dict[str, OpenRequest] = {}  # by record id
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._closing = threading.Event()
-        self._heartbeat_at = 0.0
+        # Before any request: what a killed server leaves open is found by its instance.
+        writer.submit(instance)
+        self._heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 

@@ -10,13 +10,13 @@ from telemetry import names
 from telemetry.energy import EnergyMeter
 from telemetry.latency import summarise_latency
 from telemetry.ledger.records import Outcome, Verdict
-from telemetry.metrics import MAX_VALUES, Metrics
+from telemetry.metrics import MAX_VALUES, SAMPLED_ROWS, Metrics, _sampled
 from telemetry.otel import OtelConfig, start_telemetry
 from telemetry.recording import AuditFinding
 from telemetry.tracing import start_call_span
 from tests.telemetry.otlp_receiver import attributes_of, otlp_receiver
 from tests.telemetry.recording_rig import MODEL_INFO, Rig, recording_rig
-from tests.telemetry.step_stats import request_stats
+from tests.telemetry.step_stats import request_stats, row, step
 
 RECORDED_ELSEWHERE = {
     names.CALL_DURATION.name,  # by the call's span, through the installed provider
@@ -74,6 +74,17 @@ def test_series_stay_bounded_however_many_names_callers_make_up() -> None:
     limits = {spec.name: spec.max_series for spec in names.METRICS}
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
         assert len(metric.data.data_points) <= min(limits[metric.name], 3 * (MAX_VALUES + 1))
+
+
+def test_large_batches_are_sampled_and_every_row_has_its_turn() -> None:
+    seen: set[str] = set()
+    for index in range(8):
+        rows = [row(f"r{n}") for n in range(30)]
+        sampled = _sampled(step(0, 1, row("p", prefill=3, decode=0), *rows, index=index))
+        assert len(sampled) == SAMPLED_ROWS
+        seen |= {item.request_id for item in sampled}
+    assert seen == {f"r{n}" for n in range(30)}
+    assert len(_sampled(step(0, 1, row("a"), row("b")))) == 2
 
 
 def test_an_energy_counter_that_stops_answering_shows(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """The recorder: every outcome gets one row, money adds up, and no failure reaches a request."""
 
 import logging
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from engine.request import FinishReason
+from engine.stats import StepStats
 from telemetry.ledger import models
 from telemetry.ledger.journal import Journal
 from telemetry.ledger.records import NANOSECONDS_PER_HOUR, Verdict
@@ -124,6 +126,28 @@ def test_a_killed_server_is_closed_at_the_next_start_and_its_cost_still_reconcil
     assert total == interval.wall_nanoseconds * 3_600_000_000 // NANOSECONDS_PER_HOUR
     assert interval.cost_busy_nano_usd == rows["done"].cost_nano_usd
     assert interval.cost_lost_nano_usd >= 0
+
+
+def test_the_engine_thread_only_queues_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recording_rig(tmp_path) as rig:
+        threads: set[int] = set()
+        real = rig.recorder._accounting.on_step
+
+        def on_step(stats: StepStats) -> None:
+            threads.add(threading.get_ident())
+            real(stats)
+
+        monkeypatch.setattr(rig.recorder._accounting, "on_step", on_step)
+        request = rig.begin()
+        with rig.recorder._lock:  # telemetry is busy; the engine must not wait for it
+            rig.run_step("r")
+        deadline = time.monotonic() + 10
+        while not threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        rig.finish(request)
+    assert threads == {rig.recorder._thread.ident}
 
 
 def test_audits_are_filed(tmp_path: Path) -> None:
