@@ -128,6 +128,11 @@ class ArrowReader:
         self._worker: subprocess.Popen[bytes] | None = None
         self._complaints: IO[bytes] | None = None
 
+    def start(self) -> None:
+        """Start the worker beforehand, so that it is ready when it is asked."""
+        if self._worker is None:
+            self._start()
+
     def close(self) -> None:
         """End the worker, whatever it is doing."""
         if self._worker is not None:

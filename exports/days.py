@@ -1,6 +1,7 @@
 """Rewriting one UTC date of the fact tables, and checking it before it may be published."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -25,6 +26,7 @@ from exports.facts import (
     FACT_REQUEST,
 )
 from exports.manifest import DataFile
+from exports.prefetch import Prefetch
 from exports.storage import Target
 from exports.transform import (
     acceptance_rows,
@@ -62,8 +64,13 @@ class DayWriter:
         """
         quality = _Quality()
         latency, acceptance = new_latency_fold(), new_acceptance_fold()
-        with self._writer(FACT_REQUEST, day, _SUMMED) as writer:
-            for batch, positions in self._requests_with_acceptance(day):
+        with (
+            self._writer(FACT_REQUEST, day, _SUMMED) as writer,
+            Prefetch(self._requests_with_acceptance(day)) as batches,
+            ThreadPoolExecutor(1) as database,
+        ):
+            totals = database.submit(self.source.day_totals, day, self.watermark.ledger_id)
+            for batch, positions in batches:
                 kept = without_rows(batch, self.superseded_ids)
                 quality.see(batch, kept)
                 requests = fact_requests(kept)
@@ -73,10 +80,9 @@ class DayWriter:
                 acceptance.add(acceptance_rows(requests, positions))
                 self.on_rows(batch.num_rows)
             files = {FACT_REQUEST.name: writer.finish()}
-            sums = writer.sums
+            sums, ledger = writer.sums, totals.result()
         num_rows = sum(file.num_rows for file in files[FACT_REQUEST.name])
         exported = DayTotals(num_rows, quality.num_superseded, *(sums[name] for name in _SUMMED))
-        ledger = self.source.day_totals(day, self.watermark.ledger_id)
         if exported != ledger:
             raise ReconciliationError(f"{day}: exported {exported}, the ledger holds {ledger}")
         files[FACT_LATENCY_HISTOGRAM.name] = self._whole(

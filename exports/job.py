@@ -175,6 +175,8 @@ class _Run:
     def publish(self) -> ExportSummary:
         after = Watermark() if self._options.full else self._before.watermark
         until = self._watermark
+        if after.ledger_id < until.ledger_id:
+            self._source.start_readers()
         request_days, protected = self._request_days(after)
         capacity_days = self._source.capacity_dates(after.capacity_id, until.capacity_id)
         audit_days = self._source.audit_dates(after.audit_id, until.audit_id)
