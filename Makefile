@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-EXTRAS ?= postgresql
+EXTRAS ?= postgresql,report
 ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"], sep=",")')
 
@@ -61,6 +61,9 @@ test-node: $(STAMP) ## a Node client against the server; fetches @grpc/grpc-js w
 bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> build/bench/ledger.json, recording.json
 	$(PY) -m tests.benchmarks.ledger
 	$(PY) -m tests.benchmarks.recording
+
+bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> build/bench/exports.json
+	$(PY) -m tests.benchmarks.exports
 
 test-powerbi: $(STAMP) ## the Power BI project under Microsoft's parsers, which are fetched first
 	PYTHON=$(PY) sh tests/exports/powerbi/tools.sh
