@@ -11,7 +11,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model test-node soak bench-service bench bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model docs test-node soak bench-service bench bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ format: $(STAMP) ## sort imports and format the code
 
 protos: $(STAMP) ## regenerate the stubs in service/pb
 	PYTHON=$(PY) sh protos/generate.sh
+
+docs: $(STAMP) ## rewrite protos/README.md from the guide and the comments of the proto
+	$(PY) protos/document.py
 
 protos-check: $(STAMP)
 	PYTHON=$(PY) sh protos/check.sh
