@@ -30,6 +30,7 @@ from telemetry.ledger.records import (
 )
 
 _LOOKUP_CHUNK = 500
+_CAREFUL_TRIES = 20
 _R = TypeVar("_R")
 
 
@@ -54,6 +55,12 @@ class LedgerStore:
                 return
             except IntegrityError:
                 pass  # a request id that was used before, or a batch that had arrived after all
+        for _ in range(_CAREFUL_TRIES - 1):
+            try:
+                self._write_batch(records, careful=True)
+                return
+            except IntegrityError:
+                pass  # another server took the number of an attempt between look-up and insert
         self._write_batch(records, careful=True)
 
     def _write_batch(self, records: Sequence[Record], *, careful: bool) -> None:
