@@ -46,9 +46,10 @@ class Metrics:
         }
         self._bounded: dict[str, BoundedValues] = {}
         self._ledger_totals = (0, 0, 0, 0)
+        self._num_preemptions = 0
 
     def on_step(self, stats: StepStats) -> None:
-        """One engine step."""
+        """One engine step. One thread, steps in order."""
         self._record(names.STEP_DURATION, stats.duration_nanoseconds / 1e9)
         for phase, nanoseconds in (
             ("propose", stats.propose_nanoseconds),
@@ -62,8 +63,9 @@ class Metrics:
             self._record(names.DRAFT_LENGTH, row.num_draft_positions)
             if row.num_emitted_tokens:
                 self._record(names.TOKENS_PER_STEP, row.num_emitted_tokens)
-        if stats.num_preemptions:
-            self._add(names.PREEMPTIONS, stats.num_preemptions)
+        if stats.num_preemptions > self._num_preemptions:
+            self._add(names.PREEMPTIONS, stats.num_preemptions - self._num_preemptions)
+        self._num_preemptions = stats.num_preemptions  # the engine's total so far
 
     def on_load(self, stats: StepStats) -> None:
         """The readings of the newest step, for gauges."""

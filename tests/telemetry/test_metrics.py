@@ -1,5 +1,6 @@
 """Metrics: what a run emits is what names.py declares, and nothing else; series are bounded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def test_series_stay_bounded_however_many_names_callers_make_up() -> None:
     limits = {spec.name: spec.max_series for spec in names.METRICS}
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
         assert len(metric.data.data_points) <= min(limits[metric.name], 3 * (MAX_VALUES + 1))
+
+
+def test_preemptions_are_counted_once_though_the_engine_reports_its_total() -> None:
+    reader = InMemoryMetricReader()
+    metrics = Metrics(MeterProvider([reader]).get_meter("t"))
+    for total in (0, 2, 2, 5):
+        metrics.on_step(replace(step(0, 1, row("a")), num_preemptions=total))
+    data = reader.get_metrics_data()
+    assert data is not None
+    found = {m.name: m for m in data.resource_metrics[0].scope_metrics[0].metrics}
+    assert found[names.PREEMPTIONS.name].data.data_points[0].value == 5
 
 
 def test_large_batches_are_sampled_and_every_row_has_its_turn() -> None:

@@ -1,0 +1,82 @@
+"""Accounts on the real engine: every step's price reaches its rows, counts and identities hold."""
+
+import time
+
+from engine.request import SamplingParams
+from engine.stats import RequestStats, StepStats
+from telemetry.clock import AnchoredClock
+from telemetry.cost import CostMeter
+from telemetry.latency import summarise_latency
+from telemetry.ledger.records import NANOSECONDS_PER_HOUR, RequestCost
+from telemetry.prices import fixed_price
+from tests.engine.driver import request, tiny_engine
+
+PRICE = fixed_price("123.456789")
+PER_HOUR = PRICE.prices[0].nano_usd_per_hour
+
+
+def _run() -> tuple[list[StepStats], dict[str, RequestStats]]:
+    """Six requests that join while others run, with drafts and sampling, one cancelled."""
+    engine = tiny_engine(drafters=("draft_model",), max_num_rows=4, max_step_tokens=24)
+    steps: list[StepStats] = []
+    finished: dict[str, RequestStats] = {}
+    for number in range(6):
+        prompt = [5 + number, 6, 7, 8] * (3 + number)
+        sampling = SamplingParams(temperature=number % 2, seed=number)
+        engine.submit(request(f"r{number}", prompt, max_tokens=16, sampling=sampling))
+    while engine.has_work():
+        output = engine.step()
+        if output.stats is not None:
+            steps.append(output.stats)
+            if len(steps) == 5:
+                engine.cancel("r1")
+        finished.update({stats.request_id: stats for stats in output.finished})
+    return steps, finished
+
+
+def test_each_step_is_charged_whole_and_all_add_up_to_price_times_wall() -> None:
+    started = time.monotonic_ns()
+    steps, finished = _run()
+    accounts = CostMeter("i", PRICE, AnchoredClock(), started_nanoseconds=started)
+    charged_before = 0
+    for stats in steps:
+        shares = accounts.on_step(stats)
+        busy = sum(share.busy_nanoseconds for share in shares)
+        assert 0 < busy <= stats.duration_nanoseconds
+        charged = accounts._interval.cost_busy
+        exact = busy * PER_HOUR / NANOSECONDS_PER_HOUR
+        assert abs(charged - charged_before - exact) <= 1
+        charged_before = charged
+    ended = time.monotonic_ns()
+    (interval,) = accounts.close(ended)
+    costs = {name: accounts.finish(name) for name in finished}
+    charged = sum(cost.cost_nano_usd for cost in costs.values())
+    assert charged == interval.cost_busy_nano_usd
+    due = (ended - started) * PER_HOUR // NANOSECONDS_PER_HOUR
+    assert charged + interval.cost_idle_nano_usd == due
+    _check_parts(costs, finished)
+
+
+def _check_parts(costs: dict[str, RequestCost], finished: dict[str, RequestStats]) -> None:
+    assert any(stats.num_draft_tokens for stats in finished.values())
+    for name, stats in finished.items():
+        cost = costs[name]
+        assert cost.cost_nano_usd > 0
+        assert (cost.cost_draft_nano_usd > 0) == (stats.num_draft_tokens > 0)
+        rejected = stats.num_draft_tokens - stats.num_accepted_tokens
+        assert (cost.cost_rejected_nano_usd > 0) == (rejected > 0)
+        latency = summarise_latency(stats)
+        assert latency.queue_seconds is not None
+        assert latency.queue_seconds <= latency.e2e_seconds
+
+
+def test_the_engines_counts_agree_step_by_step_and_request_by_request() -> None:
+    steps, finished = _run()
+    for name, stats in finished.items():
+        rows = [row for step in steps for row in step.rows if row.request_id == name]
+        assert sum(row.num_draft_positions for row in rows) == stats.num_draft_tokens
+        assert sum(row.num_accepted_tokens for row in rows) == stats.num_accepted_tokens
+        assert sum(row.num_prefill_positions for row in rows) == stats.num_prefill_positions
+        assert sum(row.num_emitted_tokens for row in rows) == stats.num_output_tokens
+        assert sum(stats.drafted_per_position) == stats.num_draft_tokens
+        assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
