@@ -1,16 +1,22 @@
 """Puts an engine together from its configuration and loaded models: sizes, checks, parts."""
 
+import hashlib
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import EngineConfig
+from engine.cost_probe import measure_costs
+from engine.cost_table import CostTable, load_or_measure
 from engine.drafter.base import Drafter
 from engine.drafter.chain import DrafterChain
 from engine.drafter.draft_model import DraftModelDrafter
 from engine.drafter.prompt_lookup import PromptLookupDrafter
+from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVCache
 from engine.kv_storage import KVCacheShape
@@ -27,6 +33,7 @@ from engine.suitability import agreement_length, attention_shape, check_configur
 from engine.verifier import Verifier
 
 _CUDA_BLOCK_SIZE = 16
+_LOOKUP_SECONDS = 2e-5  # per row and step
 _PROBE_ROWS = 4
 _PROBE_TOKENS = 256
 
@@ -68,17 +75,14 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
     caches = _make_caches(config, examined, max_tokens)
-    is_fast = config.numerics == "fast"
-    made = [
-        _make_runner(model, cache, is_fast) for model, cache in zip(examined, caches, strict=True)
+    ready = [
+        _make_runner(model, cache, config) for model, cache in zip(examined, caches, strict=True)
     ]
-    runners = [runner for runner, _ in made]
-    guarantee = made[0][1]
+    runners = [made.runner for made in ready]
+    guarantee = ready[0].guarantee
     numerics = config.numerics
     if numerics == "auto":
         numerics = "invariant" if guarantee == "bit_exact" else "fast"
-        if numerics == "fast":
-            runners[0].padding = NO_PADDING
     vocab_size = examined[0].logits.shape[-1]
     device = target.model.device
     sampler = Sampler(vocab_size, device)
@@ -106,10 +110,26 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         scheduler=scheduler,
         drafters=drafters,
         verifier=Verifier(runners[0], sampler),
-        lengths=DraftLengths(config.speculation.max_draft_tokens if drafters.names else 0),
+        lengths=DraftLengths(
+            config.speculation.max_draft_tokens if drafters.names else 0,
+            StepCosts(
+                target=ready[0].costs,
+                drafter=ready[1].costs if len(ready) > 1 else None,
+                row_seconds=_LOOKUP_SECONDS,
+            ),
+        ),
         sampler=sampler,
         grammars=GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A runner and what was measured of it."""
+
+    runner: ModelRunner
+    guarantee: str
+    costs: CostTable
 
 
 def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
@@ -119,8 +139,9 @@ def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
     return _Examined(loaded, shape, logits, token_ids)
 
 
-def _make_runner(examined: _Examined, cache: KVCache, is_fast: bool) -> tuple[ModelRunner, str]:
-    """A runner over `cache` and its measured guarantee; the probes use a cache of their own."""
+def _make_runner(examined: _Examined, cache: KVCache, config: EngineConfig) -> _Ready:
+    """A runner over `cache`, with its measured guarantee and costs; the probes use a cache of
+    their own."""
     size = cache.block_size
     most_tokens = min(cache.max_tokens, max(_PROBE_TOKENS, len(examined.token_ids) + 1))
     scratch = KVCache(
@@ -130,14 +151,41 @@ def _make_runner(examined: _Examined, cache: KVCache, is_fast: bool) -> tuple[Mo
         num_blocks=_PROBE_ROWS * -(-most_tokens // size),
         block_size=None if cache.is_contiguous else size,
     )
-    model = examined.loaded.model
-    if can_pack(model):
-        pack_linears(model)
-    runner = ModelRunner(model, scratch, NO_PADDING if is_fast else _invariant_padding(model))
-    check_agreement(examined.loaded.name, runner, examined.logits, examined.token_ids)
+    loaded = examined.loaded
+    if can_pack(loaded.model):
+        pack_linears(loaded.model)
+    is_fast = config.numerics == "fast"
+    padding = NO_PADDING if is_fast else _invariant_padding(loaded.model)
+    runner = ModelRunner(loaded.model, scratch, padding)
+    check_agreement(loaded.name, runner, examined.logits, examined.token_ids)
     guarantee = probe_guarantee(runner)
+    if config.numerics == "auto" and guarantee != "bit_exact":
+        runner.padding = NO_PADDING
+    path = None
+    if config.cost_table_folder is not None:
+        path = Path(config.cost_table_folder) / f"{_cost_key(loaded, runner)}.json"
+    costs = load_or_measure(path, lambda: measure_costs(runner))
     runner.cache = cache
-    return runner, guarantee
+    return _Ready(runner, guarantee, costs)
+
+
+def _cost_key(loaded: LoadedModel, runner: ModelRunner) -> str:
+    """Names what a cost table depends on: model, dtype, padding, processor and threads."""
+    device = loaded.model.device
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    parts = (
+        loaded.fingerprint,
+        loaded.model.dtype,
+        runner.padding,
+        runner.cache.block_size if not runner.cache.is_contiguous else "rows",
+        name,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.__version__,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _invariant_padding(model: PreTrainedModel) -> Padding:

@@ -69,6 +69,7 @@ class EngineConfig:
     kv_cache_memory: bytes, or a share (0 to 1) of the memory that is free after loading.
     kv_block_size: tokens per cache block; None gives one contiguous block per row on a CPU and
       blocks of 16 on CUDA.
+    cost_table_folder: where measured costs are kept between starts; None measures every time.
     """
 
     target: str
@@ -81,6 +82,7 @@ class EngineConfig:
     numerics: Numerics = "auto"
     kv_cache_memory: float = 0.5
     kv_block_size: int | None = None
+    cost_table_folder: str | None = None
     layout: LayoutName = "ragged"
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 

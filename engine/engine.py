@@ -120,7 +120,7 @@ class Engine:
         """Advance every request that fits the budgets; see the module's contract."""
         started_at, started = time.monotonic(), time.perf_counter_ns()
         ended = self._end_overdue(started_at)
-        drafts = {r.request_id: self._lengths.choose(r) for r in self._decoding()}
+        drafts = self._lengths.choose(*self._scheduler.outlook())
         plan = self._scheduler.schedule(started_at, drafts)
         if not plan:
             return StepOutput(tuple(d for d, _ in ended), tuple(s for _, s in ended), None)
@@ -140,9 +140,6 @@ class Engine:
         return StepOutput(tuple(deltas), tuple(finished), stats)
 
     # ---- the parts of a step ----------------------------------------------------------
-
-    def _decoding(self) -> list[LiveRequest]:
-        return [live for live in self._scheduler.running.values() if live.is_decoding]
 
     def _end_overdue(self, now: float) -> list[tuple[TokenDelta, RequestStats]]:
         to_end, self._to_end = self._to_end, {}

@@ -1,8 +1,10 @@
 """Models and tokenizers from a folder or a hub id: safetensors only, never remote code."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -14,6 +16,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import AutoConfig
 
 _CPU_FLAGS_WITH_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+_CIRCUMSTANCES = ("_name_or_path", "transformers_version")
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 64
 
@@ -45,7 +48,7 @@ def resolve_device(wanted: str) -> torch.device:
 def resolve_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """ "auto" is bfloat16 on CUDA and on processors with native bfloat16, else float32."""
     if wanted != "auto":
-        dtype = getattr(torch, wanted)
+        dtype = getattr(torch, wanted, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype: unknown {wanted!r}")
         return dtype
@@ -136,7 +139,8 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def _fingerprint(name: str, model: PreTrainedModel) -> str:
     """Changes when the configuration or the weights do: a hash of the configuration and of
     samples spread over every weight."""
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    config = _without_circumstances(model.config.to_dict())
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     folder = Path(name)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     for file in files:
@@ -154,6 +158,17 @@ def _fingerprint(name: str, model: PreTrainedModel) -> str:
             digest.update(key.encode())
             digest.update(sample)
     return digest.hexdigest()[:16]
+
+
+def _without_circumstances(config: Any) -> Any:
+    """A configuration without where it was loaded from and by which version."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        str(key): _without_circumstances(value)
+        for key, value in config.items()
+        if key not in _CIRCUMSTANCES
+    }
 
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:

@@ -70,6 +70,16 @@ class Scheduler:
         yield from self.running.values()
         yield from self.waiting.values()
 
+    def outlook(self) -> tuple[list[LiveRequest], int]:
+        """The decoding requests, and how many tokens of others may share their forward."""
+        decoding = [live for live in self.running.values() if live.is_decoding]
+        catching_up = sum(
+            live.num_tokens - live.num_computed_tokens
+            for live in self.running.values()
+            if not live.is_decoding
+        )
+        return decoding, min(catching_up, max(0, self.max_step_tokens - len(decoding)))
+
     def schedule(self, now: float, max_drafts: "dict[str, int]") -> list[PlannedRow]:
         """Plan one step. max_drafts says how many tokens each running request may draft."""
         plan: list[PlannedRow] = []

@@ -1,57 +1,119 @@
-"""How many tokens each row may draft; 0 is plain decoding, without a drafter.
+"""How many tokens each row may draft: the goodput controller.
 
-The choice of a row depends on its own history alone, so its acceptance does not depend on
-its neighbours. Acceptance is censored by K: a full acceptance says only "at least K", and
-counts as one more than was observed.
+Every row has an estimate of alpha, the probability that a draft is accepted given that those
+before it were. A verification of K drafts that accepts n is n successes and, unless all K were
+accepted, one failure: a full acceptance is censored and says nothing of the draft after it.
+Old observations fade, so a row that turns from code to prose is noticed; what little is known
+of a row is completed by the average of all rows.
+
+Drafting starts when it promises a clear gain and ends when there is none left, so the choice
+does not flip with every step. While a row does not draft it is probed now and then with a
+single draft, all idle rows in the same step, and never for more than a small share of the time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.goodput import RowOutlook, StepCosts, plan_drafts
 from engine.live_request import LiveRequest
 from engine.request import SpeculationMode
 
-_WEIGHT = 0.3  # of the newest observation in the moving average
-_HOPELESS = 0.25  # below this many accepted tokens per verification a row only probes
-_STEPS_BETWEEN_PROBES = 8
+_PRIOR_ALPHA = 0.6  # before anything was drafted
+_GAIN_TO_START = 1.02
+_GAIN_TO_STAY = 1.0
+_PROBE_SHARE = 0.02  # of the time
 
 
 @dataclass(slots=True)
-class _RowHistory:
-    accepted: float
-    steps_since_draft: int = 0
+class AcceptanceEstimate:
+    """Accepted and refused drafts; each verification fades all earlier ones by `fade`."""
+
+    fade: float = 0.97
+    num_accepted: float = 0.0
+    num_refused: float = 0.0
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        self.num_accepted = self.fade * self.num_accepted + num_accepted
+        self.num_refused = self.fade * self.num_refused + (num_accepted < num_drafts)
+
+    def alpha(self, prior: float, prior_weight: float) -> float:
+        """The estimate, with `prior` counting as prior_weight observations."""
+        weight = self.num_accepted + self.num_refused + prior_weight
+        return (self.num_accepted + prior * prior_weight) / weight
+
+
+_ROW_PRIOR_WEIGHT = 4.0
+_ALL_ROWS_PRIOR_WEIGHT = 4.0
 
 
 class DraftLengths:
-    """Chooses K per row and learns from what was accepted."""
+    """Chooses K of every decoding row and learns from what was accepted."""
 
-    def __init__(self, max_draft_tokens: int) -> None:
+    def __init__(self, max_draft_tokens: int, costs: StepCosts) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self._history: dict[str, _RowHistory] = {}
+        self._costs = costs
+        self._estimates: dict[str, AcceptanceEstimate] = {}
+        self._all_rows = AcceptanceEstimate(fade=0.995)
+        self._is_drafting = True
+        self._probe_seconds = 0.0  # that may be spent on probes
 
-    def choose(self, live: LiveRequest) -> int:
-        """K for the next step of a decoding row."""
+    def choose(self, rows: Sequence[LiveRequest], num_other_tokens: int = 0) -> dict[str, int]:
+        """K for the next step by request id; num_other_tokens share the forward."""
+        chosen: dict[str, int] = {}
+        outlooks: dict[str, RowOutlook] = {}
+        prior = self._all_rows.alpha(_PRIOR_ALPHA, _ALL_ROWS_PRIOR_WEIGHT)
+        for live in rows:
+            cap = self._cap(live)
+            if live.request.speculation.mode is SpeculationMode.AUTO and cap:
+                estimate = self._estimates.setdefault(live.request_id, AcceptanceEstimate())
+                alpha = estimate.alpha(prior, _ROW_PRIOR_WEIGHT)
+                outlooks[live.request_id] = RowOutlook(alpha, cap)
+            else:
+                chosen[live.request_id] = cap
+                num_other_tokens += 1 + cap
+        if outlooks:
+            chosen.update(self._choose_together(outlooks, num_other_tokens))
+        return chosen
+
+    def _cap(self, live: LiveRequest) -> int:
         wanted = live.request.speculation
         if wanted.mode is SpeculationMode.OFF:
             return 0
-        cap = self.max_draft_tokens
-        if wanted.max_draft_tokens is not None:
-            cap = min(cap, wanted.max_draft_tokens)
-        if wanted.mode is SpeculationMode.ON or cap == 0:
-            return cap
-        history = self._history.setdefault(live.request_id, _RowHistory(accepted=float(cap)))
-        history.steps_since_draft += 1
-        if history.accepted < _HOPELESS and history.steps_since_draft < _STEPS_BETWEEN_PROBES:
-            return 0
-        return max(1, min(cap, round(history.accepted + 0.5)))
+        if wanted.max_draft_tokens is None:
+            return self.max_draft_tokens
+        return min(self.max_draft_tokens, wanted.max_draft_tokens)
+
+    def _choose_together(
+        self, outlooks: dict[str, RowOutlook], num_other_tokens: int
+    ) -> dict[str, int]:
+        plan = plan_drafts(outlooks, self._costs, num_other_tokens)
+        needed = _GAIN_TO_STAY if self._is_drafting else _GAIN_TO_START
+        self._is_drafting = plan.gain > needed
+        drafts = plan.num_drafts if self._is_drafting else dict.fromkeys(outlooks, 0)
+        idle = [request_id for request_id, count in drafts.items() if count == 0]
+        if idle and self._may_probe(drafts, idle, num_other_tokens):
+            drafts.update(dict.fromkeys(idle, 1))
+        return drafts
+
+    def _may_probe(self, drafts: dict[str, int], idle: list[str], num_other_tokens: int) -> bool:
+        """Whether enough time has passed for a step that also drafts one token per idle row."""
+        num_tokens = num_other_tokens + len(drafts) + sum(drafts.values())
+        num_drafting = len(drafts) - len(idle)
+        deepest = max(drafts.values())
+        seconds = self._costs.step_seconds(num_tokens, num_drafting, deepest)
+        probe = self._costs.step_seconds(num_tokens + len(idle), len(drafts), max(1, deepest))
+        self._probe_seconds += _PROBE_SHARE * seconds
+        if self._probe_seconds < probe - seconds:
+            return False
+        self._probe_seconds = 0.0
+        return True
 
     def observe(self, live: LiveRequest, num_drafts: int, num_accepted: int) -> None:
         """Learn from one verification."""
-        history = self._history.get(live.request_id)
-        if history is None or num_drafts == 0:
-            return
-        observed = num_accepted + (num_accepted == num_drafts)
-        history.accepted += _WEIGHT * (observed - history.accepted)
-        history.steps_since_draft = 0
+        estimate = self._estimates.get(live.request_id)
+        if estimate is not None and num_drafts:
+            estimate.observe(num_drafts, num_accepted)
+            self._all_rows.observe(num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
-        self._history.pop(request_id, None)
+        self._estimates.pop(request_id, None)

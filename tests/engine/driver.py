@@ -1,5 +1,6 @@
 """Drives an engine in tests: builds one around tiny models, runs requests, checks integrity."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from engine.stats import RequestStats, StepStats
 from tests.tiny import related_draft, tiny_llama, tiny_tokenizer
 
 GREEDY = SamplingParams(temperature=0)
+_cost_tables = tempfile.TemporaryDirectory(prefix="tandem-costs-")
 
 
 def tiny_engine(
@@ -39,6 +41,7 @@ def tiny_engine(
         draft = related_draft(target, 0.05)  # type: ignore[arg-type]
     config = EngineConfig(
         target="tiny",
+        cost_table_folder=_cost_tables.name,
         kv_cache_memory=options.pop("kv_cache_memory", 5e8),  # type: ignore[arg-type]
         speculation=SpeculationConfig(
             drafters=drafters,

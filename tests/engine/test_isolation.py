@@ -6,6 +6,7 @@ import torch
 from engine.request import FinishReason, RequestError, SamplingParams
 from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.engine.test_equality import generated, prompts
+from tests.tiny import EOS_TOKEN_ID
 
 BAD_TOKEN_ID = 319
 
@@ -136,7 +137,7 @@ def test_a_thousand_requests_leave_nothing_behind() -> None:
         assert cache.num_free_rows == 8
         assert cache.pool.num_available == cache.pool.num_blocks
     assert not drafter._places
-    assert not engine._lengths._history
+    assert not engine._lengths._estimates
 
 
 @pytest.mark.parametrize(
@@ -169,9 +170,10 @@ def test_a_request_id_that_runs_already_is_refused() -> None:
     assert caught.value.field == "request_id"
 
 
-def test_unsound_logits_of_a_whole_vocabulary_ban_end_in_an_error_not_a_token() -> None:
+def test_a_position_where_nothing_may_be_drawn_ends_in_an_error_and_not_in_a_token() -> None:
     engine = tiny_engine()
-    sampling = SamplingParams(temperature=0, allowed_token_ids=(7,), banned_token_ids=(7,))
-    outcome = run(engine, [request("a", [5, 6], sampling=sampling), request("b", [5, 6])])
+    sampling = SamplingParams(temperature=0, allowed_token_ids=(EOS_TOKEN_ID,))
+    stuck = request("a", [5, 6], sampling=sampling, min_tokens=3)
+    outcome = run(engine, [stuck, request("b", [5, 6])])
     assert outcome.stats["a"].finish_reason is FinishReason.ERROR
     assert outcome.stats["b"].finish_reason is not FinishReason.ERROR
