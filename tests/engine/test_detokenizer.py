@@ -23,6 +23,7 @@ TEXTS = {
     "right to left": "שלום مرحبا",
     "Devanagari": "नमस्ते दुनिया",
     "four bytes beyond the plane": "𝕊𝕡𝕖𝕔 𓀀",
+    "spaces before punctuation": "do n't stop , they 're here . ok ?",
     "spaces and newlines": "  a\n\n\t b  ",
     "a real replacement character": "a \ufffd b",
 }

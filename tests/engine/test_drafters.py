@@ -243,12 +243,12 @@ def test_the_rejection_rule_gets_the_very_distribution_each_draft_was_drawn_from
     torch.testing.assert_close(proposal.draft_probs, torch.stack(probs), atol=1e-5, rtol=1e-4)
 
 
-def test_drafts_count_in_the_penalties_of_the_drafts_after_them() -> None:
-    sampling = SamplingParams(temperature=0, frequency_penalty=100)
-    row = live(sampling=sampling)
+@pytest.mark.parametrize("penalty", [100.0, -100.0])
+def test_drafts_count_in_the_penalties_of_the_drafts_after_them(penalty: float) -> None:
+    row = live(sampling=SamplingParams(temperature=0, frequency_penalty=penalty))
     row.history = TokenHistory.of_prompt(row.token_ids, VOCAB_SIZE, CPU)
     drafts = propose(draft_model_drafter(), row, 6).token_ids
-    assert len(set(drafts)) == 6
+    assert len(set(drafts)) == (6 if penalty > 0 else 1)
     assert not row.history.output_counts.any(), "a draft is not yet part of the output"
 
 

@@ -108,6 +108,17 @@ def test_drafts_leave_the_committed_history_as_it_was() -> None:
     assert torch.equal(history.output_counts, counts)
 
 
+def test_tokens_that_precede_a_drafted_position_count_as_if_they_were_committed() -> None:
+    params = PROCESSORS["all_together"]
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6))
+    row = RowSampling(
+        params, 1, 6, history=history_of(params, [1, 2], [3]), preceding_token_ids=(5, 5, 0)
+    )
+    found = torch.softmax(SAMPLER.process(logits.clone(), [row]), dim=-1)[0]
+    expected = reference_probs(logits[0].tolist(), params, [1, 2], [3, 5, 5, 0])
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_history_after_a_block_is_a_recount_from_the_start() -> None:
     history = history_of(PROCESSORS["frequency_penalty"], [1, 1, 2], [])
     assert history is not None

@@ -278,6 +278,13 @@ def test_unsound_logits_are_reported_at_their_position_only(
     assert is_sound.tolist() == [True, True, False, True, True]
 
 
+def test_allowed_tokens_do_not_hide_that_a_model_is_unsound() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = math.nan
+    row = RowSampling(SamplingParams(allowed_token_ids=(1, 2)), 1, 0)
+    assert not SAMPLER.draw(logits, [row])[1].any()
+
+
 def test_a_token_that_the_model_itself_excludes_is_sound() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 1] = -math.inf
