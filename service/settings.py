@@ -129,6 +129,7 @@ class ServiceSettings(BaseSettings):
             numerics=self.numerics,
             kv_cache_memory=self.kv_cache_memory,
             layout=self.layout,
+            cost_table_folder=str(self.home.expanduser() / "cost-tables"),
             speculation=SpeculationConfig(
                 drafters=drafters, draft_model=draft, max_draft_tokens=self.max_draft_tokens
             ),
