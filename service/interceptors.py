@@ -16,7 +16,7 @@ from grpc import aio
 
 from service.calls import CallInfo, Principal, current_call
 from service.errors import as_service_error
-from telemetry.tracing import CallSpan, start_call_span
+from telemetry.tracing import start_call_span
 
 _log = logging.getLogger(__name__)
 
@@ -68,24 +68,31 @@ class CallInterceptor(aio.ServerInterceptor):
         async def call(request: Any, context: Context) -> Any:
             metadata = _text_metadata(context)
             span = start_call_span(method, metadata)
+            status_code = "UNKNOWN"
             try:
                 principal = await self._authenticator.authenticate(
                     method, metadata, _peer_names(context)
                 )
                 current_call.set(CallInfo(principal, span))
                 response = await run(behaviour, request, context)
+                status_code = "OK"
             except asyncio.CancelledError:
-                span.end("DEADLINE_EXCEEDED" if _is_overdue(context) else "CANCELLED")
+                status_code = "DEADLINE_EXCEEDED" if _is_overdue(context) else "CANCELLED"
                 raise
             except aio.AbortError:
                 code = context.code()
-                span.end(code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN")
+                status_code = code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
                 raise
             except Exception as error:
-                await _abort(context, span, method, error)
+                failure = as_service_error(error)
+                status_code = failure.code.name
+                if failure.code is grpc.StatusCode.INTERNAL:
+                    _log.error("%s failed", method, exc_info=error)
+                await context.abort_with_status(failure.to_status())
             else:
-                span.end("OK")
                 return response
+            finally:
+                span.end(status_code)
 
         return call
 
@@ -99,14 +106,6 @@ async def _stream(behaviour: Behaviour, request: Any, context: Context) -> None:
     async with aclosing(responses) as open_responses:
         async for response in open_responses:
             await context.write(response)
-
-
-async def _abort(context: Context, span: CallSpan, method: str, error: Exception) -> None:
-    failure = as_service_error(error)
-    if failure.code is grpc.StatusCode.INTERNAL:
-        _log.error("%s failed", method, exc_info=error)
-    span.end(failure.code.name)
-    await context.abort_with_status(failure.to_status())
 
 
 def _is_overdue(context: Context) -> bool:

@@ -47,8 +47,7 @@ def open_telemetry(settings: ServiceSettings) -> Telemetry:
             service_version=version(),
         )
     )
-    if telemetry.is_tracing:
-        telemetry.install()
+    telemetry.install()
     return telemetry
 
 

@@ -21,7 +21,13 @@ MODEL_NAME = "tiny"
 class Running:
     """A started server, its fakes, and a stub connected to it."""
 
-    def __init__(self, server: Server, engine: Any, recording: Any, channel: aio.Channel) -> None:
+    def __init__(
+        self,
+        server: Server,
+        engine: Any,
+        recording: Any,
+        channel: aio.Channel,
+    ) -> None:
         self.server = server
         self.engine = engine
         self.recording = recording

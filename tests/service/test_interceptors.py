@@ -1,0 +1,75 @@
+"""Every call is traced with the status that its client got."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from grpc import aio
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from service.async_client import AsyncClient
+from service.client_calls import TandemError
+from service.pb import generation_pb2 as pb
+from telemetry import names
+from tests.fakes import FakeEngine
+from tests.service.serving import running_server
+from tests.service.test_generate import text_request, wait_until
+
+PREFIX = "tandem.v1.GenerationService/"
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """What the process traces while the test runs."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", lambda name, *rest, **more: provider.get_tracer(name))
+    return exporter
+
+
+async def test_calls_and_spans_have_the_status_of_the_client(spans: InMemorySpanExporter) -> None:
+    async with running_server(FakeEngine(step_seconds=0.005)) as running:
+        async with AsyncClient(running.address) as client:
+            await client.generate(text_request()).result()
+            with pytest.raises(TandemError):
+                await client.generate("x", temperature=-1).result()
+            with pytest.raises(TandemError):
+                await client.generate("x", max_tokens=4000, timeout_seconds=0.1).result()
+            async with aclosing(client.generate("x", max_tokens=4000).events()) as events:
+                await anext(events)
+            await client.load()
+            with pytest.raises(aio.AioRpcError):
+                await running.stub.GetModel(pb.GetModelRequest(model="another"))
+        await wait_until(lambda: len(_calls(spans)) == 6)
+    expected = {
+        (f"{PREFIX}Generate", "OK"),
+        (f"{PREFIX}Generate", "INVALID_ARGUMENT"),
+        (f"{PREFIX}Generate", "DEADLINE_EXCEEDED"),
+        (f"{PREFIX}Generate", "CANCELLED"),
+        (f"{PREFIX}GetLoad", "OK"),
+        (f"{PREFIX}GetModel", "NOT_FOUND"),
+    }
+    assert set(_calls(spans)) == expected
+
+
+def _calls(spans: InMemorySpanExporter) -> list[tuple[str, object]]:
+    return [
+        (span.name, span.attributes[names.ATTR_RPC_STATUS_CODE])
+        for span in spans.get_finished_spans()
+        if span.name.startswith(PREFIX)
+    ]
+
+
+async def test_spans_of_a_request_belong_to_its_call_and_hold_no_text(
+    spans: InMemorySpanExporter,
+) -> None:
+    async with running_server() as running, AsyncClient(running.address) as client:
+        await asyncio.gather(*(client.generate("private words").result() for _ in range(4)))
+    calls = [span for span in spans.get_finished_spans() if span.name == f"{PREFIX}Generate"]
+    assert len({span.context.trace_id for span in calls}) == 4
+    for span in spans.get_finished_spans():
+        assert "private" not in span.to_json()
