@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from engine.experts import pad_experts
 from engine.kv_cache import KVCache
 from engine.layout.plan import AttentionGroup, ForwardPlan, ForwardRow, Padding
 from engine.layout.ragged import plan_forward
@@ -48,6 +49,7 @@ class ModelRunner:
 
         AttentionInterface.register(self._attention_name, attention)
         model.set_attn_implementation(self._attention_name)
+        pad_experts(model, self._num_tokens_multiple)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
@@ -78,6 +80,9 @@ class ModelRunner:
         if not self._keeps_logits:
             logits = logits.index_select(0, plan.logit_index)
         return logits[: plan.num_logits]
+
+    def _num_tokens_multiple(self) -> int:
+        return self.padding.tokens
 
     def _attend(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     CLIPConfig,
@@ -287,6 +288,32 @@ def test_tokens_in_bf16_equal_our_plain_decoding_alone(name: str) -> None:
             [request(str(n), prompt, max_tokens=NUM_NEW_TOKENS, mode="off", ignore_eos=True)],
         )
         assert alone.token_ids[str(n)] == together.token_ids[str(n)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen 3 experts", "deepseek 3", "gpt-oss, sinks"])
+def test_experts_keep_bits_where_dense_layers_do(name: str, dtype: torch.dtype) -> None:
+    dense = tiny_engine(target=build("llama", {}, dtype)).info.guarantee
+    assert tiny_engine(target=build(*SERVED[name], dtype)).info.guarantee == dense
+
+
+def test_experts_that_see_any_number_of_tokens_are_only_promised_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simulated: the product of fewer than four tokens takes another kernel."""
+    grouped_mm = F.grouped_mm
+
+    def by_tokens(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        result = grouped_mm(x, weight, offs=offs)
+        counts = torch.diff(offs, prepend=offs.new_zeros(1))
+        is_few = (counts < 4).repeat_interleave(counts)
+        return result * (1 + 1e-6 * is_few[:, None])
+
+    monkeypatch.setattr(F, "grouped_mm", by_tokens)
+    padded = tiny_engine(target=build(*SERVED["mixtral"])).info.guarantee
+    monkeypatch.setattr("engine.model_runner.pad_experts", lambda model, multiple: None)
+    assert tiny_engine(target=build(*SERVED["mixtral"])).info.guarantee == "rounding"
+    assert padded == tiny_engine(target=build("llama", {})).info.guarantee
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
