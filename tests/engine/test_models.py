@@ -89,6 +89,10 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "llama, dynamic rope within its context": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2, window in its upper layers": (
         "qwen2",
