@@ -39,7 +39,7 @@ from exports.transform import (
     new_latency_fold,
     without_rows,
 )
-from exports.write import TableWriter
+from exports.write import TableWriter, day_folder
 
 _SUMMED = ("num_output_tokens", "num_prompt_tokens", "num_accepted_tokens", "cost_nano_usd")
 
@@ -128,7 +128,8 @@ class DayWriter:
             return writer.finish()
 
     def _writer(self, table: Table, day: date | None, summed: tuple[str, ...] = ()) -> TableWriter:
-        return TableWriter(self.target, self.staging, table, day, summed)
+        folder = "" if day is None else day_folder(day)
+        return TableWriter(self.target, self.staging, table, folder, summed)
 
 
 class _Quality:

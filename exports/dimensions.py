@@ -140,6 +140,11 @@ def date_key(day: date) -> int:
     return day.year * 10_000 + day.month * 100 + day.day
 
 
+def date_of(key: int) -> date:
+    """The inverse of date_key."""
+    return date(key // 10_000, key // 100 % 100, key % 100)
+
+
 def _unknown_member(table: Table) -> tuple[Any, ...]:
     def value(index: int) -> Any:
         column = table.columns[index]

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from exports.collect import collect_garbage, retire
+from exports.compact import Compactor
 from exports.days import DayWriter, Files
 from exports.dimensions import (
     LEDGER_COLUMNS,
@@ -27,9 +28,7 @@ from exports.dimensions import (
 )
 from exports.errors import TargetError
 from exports.extract import LedgerSource, Watermark
-from exports.facts import (
-    FACT_REQUEST,
-)
+from exports.facts import FACT_CAPACITY, FACT_EQUIVALENCE, FACT_REQUEST
 from exports.lock import exclusive
 from exports.manifest import DataFile, Manifest, read_manifest, write_manifest
 from exports.retention import record_watermark
@@ -43,6 +42,7 @@ from exports.schemas import (
     DIM_TIME_BAND,
     DIM_VARIANT,
     FACTS,
+    REQUEST_TABLES,
     TABLES,
 )
 from exports.storage import Target
@@ -159,6 +159,7 @@ class _Run:
         self._recorded_until = now - lag
         self._before = read_manifest(target)
         self._watermark = source.watermark(self._recorded_until)
+        self._compactor = Compactor(target, staging)
         self._writer = DayWriter(
             source,
             target,
@@ -183,17 +184,23 @@ class _Run:
         self._num_days = len(request_days) + len(capacity_days) + len(audit_days)
 
         tables = dict(self._before.tables)
-        for days, write in (
-            (request_days, self._writer.request_tables),
-            (capacity_days, self._writer.capacity_table),
-            (audit_days, self._writer.equivalence_table),
+        for days, facts, write in (
+            (request_days, REQUEST_TABLES, self._writer.request_tables),
+            (capacity_days, (FACT_CAPACITY,), self._writer.capacity_table),
+            (audit_days, (FACT_EQUIVALENCE,), self._writer.equivalence_table),
         ):
+            for fact in facts:
+                files = tables.get(fact.name, ())
+                tables[fact.name] = self._compactor.split(fact, files, days)
             for day in sorted(days):
                 _replace_day(tables, day, write(day))
                 self._num_days_done += 1
                 self._report()
-        for name, files in self._dimensions(tables).items():
-            tables[name] = tuple(files)
+        last = max(_days(tables), default=self._now.date())
+        for fact in FACTS:
+            tables[fact.name] = self._compactor.merged(fact, tables[fact.name], last)
+        for name, rewritten_files in self._dimensions(tables).items():
+            tables[name] = tuple(rewritten_files)
 
         rewritten = tuple(sorted(request_days | capacity_days | audit_days))
         manifest, is_published = self._before, False
@@ -232,10 +239,7 @@ class _Run:
 
     def _request_days(self, after: Watermark) -> tuple[set[date], set[date]]:
         until = self._watermark.ledger_id
-        published = {
-            day: sum(file.num_rows for file in files)
-            for day, files in self._before.day_files(FACT_REQUEST.name).items()
-        }
+        published = self._before.day_rows(FACT_REQUEST.name)
         days = self._source.request_dates(after.ledger_id, until)
         recent = (self._now - RECOUNTED).date()
         counted_from = min([recent, *days, *filter(None, [self._options.since])])
@@ -262,7 +266,7 @@ class _Run:
         return days - protected, protected
 
     def _dimensions(self, tables: dict[str, tuple[DataFile, ...]]) -> Files:
-        days = [f.day for t in FACTS for f in tables.get(t.name, ()) if f.day is not None]
+        days = _days(tables)
         today = self._now.date()
         rows: list[tuple[Any, pa.Table]] = [
             (DIM_DATE, dim_date(min(days, default=today), max(days, default=today))),
@@ -286,7 +290,11 @@ class _Run:
             self._on_progress(Progress(self._num_days_done, self._num_days, self._num_rows))
 
 
+def _days(tables: dict[str, tuple[DataFile, ...]]) -> list[date]:
+    return [day for fact in FACTS for file in tables[fact.name] for day in file.days]
+
+
 def _replace_day(tables: dict[str, tuple[DataFile, ...]], day: date, files: Files) -> None:
     for name, new in files.items():
-        others: Iterable[DataFile] = (f for f in tables.get(name, ()) if f.day != day)
+        others: Iterable[DataFile] = (f for f in tables[name] if day not in f.days)
         tables[name] = tuple(sorted([*others, *new], key=lambda file: file.path))

@@ -24,13 +24,21 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A published file. `day` is None for a dimension; `path` is relative to the root."""
+    """A published file. `path` is relative to the root.
+
+    `day_rows` holds the UTC dates of its rows with their number; it is empty for a dimension.
+    """
 
     path: str
     num_rows: int
     num_bytes: int
     sha256: str
-    day: date | None = None
+    day_rows: tuple[tuple[date, int], ...] = ()
+
+    @property
+    def days(self) -> tuple[date, ...]:
+        """The dates of its rows, in order."""
+        return tuple(day for day, _ in self.day_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +63,12 @@ class Manifest:
     tables: dict[str, tuple[DataFile, ...]] = field(default_factory=dict)
     retired: tuple[RetiredFile, ...] = ()
 
-    def day_files(self, table: str) -> dict[date, list[DataFile]]:
-        """The files of a fact table by date."""
-        by_day: dict[date, list[DataFile]] = {}
+    def day_rows(self, table: str) -> dict[date, int]:
+        """Rows of a fact table by date."""
+        by_day: dict[date, int] = {}
         for file in self.tables.get(table, ()):
-            if file.day is not None:
-                by_day.setdefault(file.day, []).append(file)
+            for day, num_rows in file.day_rows:
+                by_day[day] = by_day.get(day, 0) + num_rows
         return by_day
 
     def num_rows(self, table: str) -> int:
@@ -103,8 +111,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
                         "rows": file.num_rows,
                         "bytes": file.num_bytes,
                         "sha256": file.sha256,
-                        "min_date": _text(file.day),
-                        "max_date": _text(file.day),
+                        "min_date": _text(min(file.days, default=None)),
+                        "max_date": _text(max(file.days, default=None)),
+                        "date_rows": {day.isoformat(): rows for day, rows in file.day_rows},
                     }
                     for file in sorted(manifest.tables.get(name, ()), key=lambda f: f.path)
                 ],
@@ -148,13 +157,12 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def _data_file(file: dict[str, Any]) -> DataFile:
-    day = file["min_date"]
     return DataFile(
         path=file["path"],
         num_rows=file["rows"],
         num_bytes=file["bytes"],
         sha256=file["sha256"],
-        day=None if day is None else date.fromisoformat(day),
+        day_rows=tuple((date.fromisoformat(day), rows) for day, rows in file["date_rows"].items()),
     )
 
 

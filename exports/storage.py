@@ -119,6 +119,13 @@ class Target:
         except (OSError, pa.ArrowException) as error:
             raise TargetError(f"cannot read {name}: {error}") from error
 
+    def open(self, name: str) -> pa.NativeFile:
+        """A data file for reading at any place."""
+        try:
+            return self._filesystem.open_input_file(self._path(name))
+        except (OSError, pa.ArrowException) as error:
+            raise TargetError(f"cannot read {name}: {error}") from error
+
     def files(self) -> Iterator[StoredFile]:
         """Every data file at the target, in no order."""
         selector = fs.FileSelector(self._root, recursive=True, allow_not_found=True)

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from exports.columns import (
-    Table,
-)
+from exports.columns import Table, TableKind
+from exports.dimensions import date_of
 from exports.errors import TargetError
 from exports.manifest import DataFile
 from exports.storage import Target
@@ -24,10 +23,11 @@ _HASH_BYTES = 1024 * 1024
 
 
 class TableWriter:
-    """Writes one table, or one date of it, as staged files and publishes each when it is full.
+    """Writes a part of a table as staged files and publishes each when it is full.
 
-    A file's name is new for new content: it holds the content's hash. Nothing refers to the
-    files until a manifest does.
+    `folder` is the part's folder below the table's, "" for a whole dimension. A file's name is
+    new for new content: it holds the content's hash. Nothing refers to the files until a
+    manifest does.
     """
 
     def __init__(
@@ -35,19 +35,21 @@ class TableWriter:
         target: Target,
         staging: Path,
         table: Table,
-        day: date | None,
+        folder: str,
         summed: tuple[str, ...] = (),
     ) -> None:
         self._target = target
         self._staging = staging
         self._table = table
-        self._day = day
+        self._folder = folder
+        self._is_fact = table.kind is TableKind.FACT
         self._schema = table.schema
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
         self._writer: parquet.ParquetWriter | None = None
-        self._staged = staging / f"{table.name}-{day or 'all'}.parquet"
+        self._staged = staging / f"{table.name}-{folder or 'all'}.parquet"
         self._num_file_rows = 0
+        self._key_rows: dict[int, int] = {}
         self.files: list[DataFile] = []
         self.sums = dict.fromkeys(summed, 0)
         """Sums of the `summed` columns, read back from the written files."""
@@ -75,8 +77,8 @@ class TableWriter:
             self._num_waiting -= ROW_GROUP_ROWS
 
     def finish(self) -> list[DataFile]:
-        """Publish what is left. A date without rows has no file; a dimension always has one."""
-        if self._num_waiting or (self._day is None and not self.files):
+        """Publish what is left. A fact without rows has no file; a dimension always has one."""
+        if self._num_waiting or not (self._is_fact or self.files):
             self._write(pa.concat_tables([self._schema.empty_table(), *self._waiting]))
             self._waiting, self._num_waiting = [], 0
         self._publish()
@@ -96,6 +98,10 @@ class TableWriter:
         except (OSError, pa.ArrowException) as error:
             raise TargetError(f"cannot write {self._table.name}: {error}") from error
         self._num_file_rows += rows.num_rows
+        if self._is_fact:
+            for entry in rows.column("date_key").value_counts().to_pylist():
+                key = entry["values"]
+                self._key_rows[key] = self._key_rows.get(key, 0) + entry["counts"]
         if self._num_file_rows >= MAX_FILE_ROWS:
             self._publish()
 
@@ -115,8 +121,9 @@ class TableWriter:
             )
         name = self._file_name(digest)
         self._target.put(self._staged, name)
-        self.files.append(DataFile(name, num_rows, num_bytes, digest, self._day))
-        self._writer, self._num_file_rows = None, 0
+        days = tuple((date_of(key), rows) for key, rows in sorted(self._key_rows.items()))
+        self.files.append(DataFile(name, num_rows, num_bytes, digest, days))
+        self._writer, self._num_file_rows, self._key_rows = None, 0, {}
 
     def _read_back(self) -> int:
         with parquet.ParquetFile(self._staged) as written:
@@ -127,10 +134,22 @@ class TableWriter:
             return num_rows
 
     def _file_name(self, digest: str) -> str:
-        # `dt=`, not `date_key=`: readers that turn folder names into columns would find the
-        # same column twice, with two types.
-        folder = f"{self._table.name}/dt={self._day}" if self._day else self._table.name
+        folder = "/".join(filter(None, [self._table.name, self._folder]))
         return f"{folder}/part-{len(self.files):04}-{digest[:16]}.parquet"
+
+
+def day_folder(day: date) -> str:
+    """Folder of a date.
+
+    `dt=`, not `date_key=`: readers that turn folder names into columns would find the same
+    column twice, with two types.
+    """
+    return f"dt={day}"
+
+
+def month_folder(day: date) -> str:
+    """Folder of a date's month, for files that hold several dates."""
+    return f"month={day.year:04}-{day.month:02}"
 
 
 def _dictionary_columns(schema: pa.Schema) -> list[str]:
