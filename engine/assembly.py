@@ -9,7 +9,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.config import EngineConfig
+from engine.audit import Auditor
+from engine.config import AuditConfig, EngineConfig
 from engine.cost_probe import measure_costs
 from engine.cost_table import CostTable, load_or_measure
 from engine.drafter.base import Drafter
@@ -50,6 +51,8 @@ class Parts:
     lengths: DraftLengths
     sampler: Sampler
     grammars: GrammarCompiler
+    auditor: Auditor
+    audit_config: AuditConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     scheduler = Scheduler(
         caches[0], max_step_tokens=config.max_step_tokens, max_model_tokens=max_tokens
     )
+    grammars = GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids)
+    is_bit_exact = guarantee == "bit_exact" and numerics == "invariant"
     return Parts(
         info=info,
         tokenizer=target.tokenizer,
@@ -119,7 +124,9 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
             ),
         ),
         sampler=sampler,
-        grammars=GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids),
+        grammars=grammars,
+        auditor=Auditor(runners[0], sampler, grammars, is_bit_exact=is_bit_exact),
+        audit_config=config.audit,
     )
 
 

@@ -57,6 +57,21 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """Which finished requests are checked against the target alone, in idle time.
+
+    share: of the finished requests, 0 to 1. max_jobs: requests that may wait to be audited.
+    """
+
+    share: float = 0.0
+    max_jobs: int = 64
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.share <= 1, "audit.share", f"must be in [0, 1], got {self.share}")
+        _require(self.max_jobs >= 1, "audit.max_jobs", "must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that decides what the engine does.
 
@@ -85,6 +100,7 @@ class EngineConfig:
     cost_table_folder: str | None = None
     layout: LayoutName = "ragged"
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
     def __post_init__(self) -> None:
         _require(bool(self.target), "target", "must name a model")

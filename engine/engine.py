@@ -10,13 +10,18 @@ Invariants, checked by `check_integrity`:
   3. free + cached + owned blocks = all blocks; references recount from the requests.
 """
 
+import logging
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.assembly import Parts, assemble
+from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
+from engine.breaker import SpeculationBreaker
 from engine.config import EngineConfig
 from engine.drafter.base import DraftJob, Proposal
+from engine.intake import make_live
 from engine.live_request import LiveRequest
 from engine.loader import LoadedModel, load_model
 from engine.request import (
@@ -24,14 +29,14 @@ from engine.request import (
     GenerationRequest,
     RequestError,
     TokenDelta,
-    validate_against_model,
 )
-from engine.sampler import TokenHistory, uses_penalties
 from engine.scheduler import PlannedRow
 from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
 from engine.step import StepOutput
 from engine.stop_strings import StopStringWatcher
 from engine.verifier import RowOutcome, Verification
+
+_logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -47,6 +52,8 @@ class Engine:
         self._lengths = parts.lengths
         self._watchers: dict[str, StopStringWatcher] = {}
         self._to_end: dict[str, FinishReason] = {}
+        self._audits = AuditQueue(parts.audit_config.max_jobs)
+        self.breaker = SpeculationBreaker()
         self._num_steps = 0
         self._last_step_at: float | None = None
 
@@ -71,23 +78,8 @@ class Engine:
         """Queue a request. Raises RequestError naming the field that cannot be served."""
         if self._scheduler.find(request.request_id) is not None:
             raise RequestError("request_id", f"{request.request_id!r} is already running")
-        validate_against_model(request, self.info.vocab_size, self.info.max_model_tokens)
-        wanted = request.speculation.drafter
-        if wanted is not None and wanted not in self.info.drafters:
-            raise RequestError(
-                "speculation.drafter", f"unknown {wanted!r}; available: {self.info.drafters}"
-            )
-        live = LiveRequest(request, list(request.prompt_token_ids))
+        live = make_live(request, self.info, self._parts.grammars, self._parts.sampler)
         stopping = request.stopping
-        eos = () if stopping.ignore_eos else self.info.eos_token_ids
-        live.stop_token_ids = frozenset((*eos, *stopping.stop_token_ids))
-        live.guarded_token_ids = tuple(sorted(live.stop_token_ids))
-        if uses_penalties(request.sampling):
-            live.history = TokenHistory.of_prompt(
-                request.prompt_token_ids, self.info.vocab_size, self._parts.sampler.device
-            )
-        if request.structured_output is not None:
-            live.grammar = self._parts.grammars.compile(request.structured_output)
         if stopping.stop_strings:
             self._watchers[request.request_id] = StopStringWatcher(
                 self.tokenizer,
@@ -120,7 +112,7 @@ class Engine:
         """Advance every request that fits the budgets; see the module's contract."""
         started_at, started = time.monotonic(), time.perf_counter_ns()
         ended = self._end_overdue(started_at)
-        drafts = self._lengths.choose(*self._scheduler.outlook())
+        drafts = self._draft_lengths(started_at)
         plan = self._scheduler.schedule(started_at, drafts)
         if not plan:
             return StepOutput(tuple(d for d, _ in ended), tuple(s for _, s in ended), None)
@@ -139,7 +131,38 @@ class Engine:
         stats = self._step_stats(started_at, started, proposed, verification, rows)
         return StepOutput(tuple(deltas), tuple(finished), stats)
 
+    def audit_next(self) -> AuditFinding | None:
+        """Audit one finished request, if any waits; call it when there is no other work.
+
+        A divergence of a speculative request counts towards the breaker.
+        """
+        job = self._audits.take()
+        if job is None:
+            return None
+        finding = self._parts.auditor.audit(job)
+        if finding.verdict is AuditVerdict.DIVERGENCE:
+            _logger.error(
+                "request %s diverged from the target at output token %s by %s (limit %s)",
+                finding.request_id,
+                finding.first_mismatch_index,
+                finding.largest_margin,
+                finding.epsilon,
+            )
+        if job.drafter:
+            is_divergence = finding.verdict is AuditVerdict.DIVERGENCE
+            self.breaker.observe(is_divergence, time.monotonic())
+        return finding
+
+    @property
+    def num_audits_waiting(self) -> int:
+        return len(self._audits)
+
     # ---- the parts of a step ----------------------------------------------------------
+
+    def _draft_lengths(self, now: float) -> dict[str, int]:
+        if not self.breaker.allows_speculation(now):
+            return {}
+        return self._lengths.choose(*self._scheduler.outlook())
 
     def _end_overdue(self, now: float) -> list[tuple[TokenDelta, RequestStats]]:
         to_end, self._to_end = self._to_end, {}
@@ -269,10 +292,18 @@ class Engine:
         self, live: LiveRequest, reason: FinishReason, error: str | None = None
     ) -> RequestStats:
         self._scheduler.remove(live, scrub=error is not None)
+        if error is None and live.num_output_tokens and self._is_audited(live.request_id):
+            output = tuple(live.token_ids[live.num_prompt_tokens :])
+            self._audits.add(AuditJob(live.request, output, live.guarded_token_ids, live.drafter))
         self._drafters.forget(live.request_id)
         self._lengths.forget(live.request_id)
         self._watchers.pop(live.request_id, None)
         return live.stats(reason, time.monotonic(), error)
+
+    def _is_audited(self, request_id: str) -> bool:
+        """A share of the requests, chosen by their ids alone."""
+        share = self._parts.audit_config.share
+        return zlib.crc32(request_id.encode()) < share * 2**32
 
     def _step_stats(
         self,

@@ -48,6 +48,7 @@ class ModelRunner:
             return method(*args, **kwargs)
 
         AttentionInterface.register(self._attention_name, attention)
+        self._own_attention: str = model.config._attn_implementation
         model.set_attn_implementation(self._attention_name)
         pad_experts(model, self._num_tokens_multiple)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -83,6 +84,23 @@ class ModelRunner:
 
     def _num_tokens_multiple(self) -> int:
         return self.padding.tokens
+
+    @torch.inference_mode()
+    def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+        """Logits [T - first, V] of positions first.. by the unmodified model, without a cache."""
+        index = torch.arange(first, len(token_ids), device=self.model.device)
+        arguments: dict[str, Any] = {"logits_to_keep": index} if self._keeps_logits else {}
+        self.model.set_attn_implementation(self._own_attention)
+        try:
+            output = self.model(
+                input_ids=torch.tensor([list(token_ids)], device=self.model.device),
+                use_cache=False,
+                **arguments,
+            )
+        finally:
+            self.model.set_attn_implementation(self._attention_name)
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_logits else logits.index_select(0, index)
 
     def _attend(
         self,

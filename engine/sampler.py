@@ -123,7 +123,7 @@ class Sampler:
             streams = streams or [Stream.TARGET] * len(rows)
             special = [(r, s) for r, s in zip(rows, streams, strict=True) if not r.is_plain]
             scores = self.process(logits.index_select(0, index), [row for row, _ in special])
-            scores += self._noise(special)
+            scores += self.noise(special)
             best, drawn = scores.max(dim=-1)
             token_ids = token_ids.index_copy(0, index, drawn)
             is_sound = is_sound.index_copy(0, index, torch.isfinite(best) & is_sound[index])
@@ -170,7 +170,8 @@ class Sampler:
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device).unsqueeze(1)
 
-    def _noise(self, rows: Sequence[tuple[RowSampling, Stream]]) -> torch.Tensor:
+    def noise(self, rows: Sequence[tuple[RowSampling, Stream]]) -> torch.Tensor:
+        """[P, V] noise of the rows' positions, zero where a row is greedy; [1, 1] if all are."""
         keys: list[int] = []
         index: list[int] = []
         place = 0

@@ -1,0 +1,268 @@
+"""The auditor finds every planted desynchronisation, calls none a tie, and accuses nobody else."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine import model_runner
+from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
+from engine.breaker import BreakerState, SpeculationBreaker
+from engine.config import AuditConfig
+from engine.engine import Engine
+from engine.request import (
+    AcceptanceRule,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    StructuredOutput,
+    StructuredOutputKind,
+)
+from tests.engine.driver import GREEDY, Outcome, request, run, tiny_engine
+from tests.engine.test_equality import prompts
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SEEDED = SamplingParams(temperature=0.8, seed=3)
+
+
+def audited_engine(dtype: torch.dtype = torch.float32, **options: object) -> Engine:
+    return tiny_engine(
+        dtype=dtype,
+        drafters=("draft_model",),
+        max_num_rows=4,
+        max_step_tokens=64,
+        audit=AuditConfig(share=1.0),
+        **options,
+    )
+
+
+def findings(engine: Engine) -> dict[str, AuditFinding]:
+    found: dict[str, AuditFinding] = {}
+    while (finding := engine.audit_next()) is not None:
+        found[finding.request_id] = finding
+    return found
+
+
+def greedy_and_seeded() -> list[GenerationRequest]:
+    return [
+        request(str(n), p, max_tokens=24, sampling=SEEDED if n % 2 else GREEDY)
+        for n, p in enumerate(prompts(8))
+    ]
+
+
+@cache
+def sound_outputs(dtype: torch.dtype) -> dict[str, list[int]]:
+    return run(audited_engine(dtype), greedy_and_seeded()).token_ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sound_requests_of_every_kind_are_exact_or_explained_ties(dtype: str) -> None:
+    engine = audited_engine(DTYPES[dtype])
+    by_rejection = AcceptanceRule.REJECTION
+    kinds = [
+        GREEDY,
+        SEEDED,
+        SamplingParams(temperature=1.2, seed=4, top_k=20, top_p=0.9),
+        SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5),
+        SamplingParams(temperature=0.9, seed=5, frequency_penalty=0.8, min_p=0.02),
+        SamplingParams(temperature=0.9, seed=6, acceptance_rule=by_rejection),
+        SamplingParams(temperature=0.9, seed=7, acceptance_rule=by_rejection, top_k=8),
+        SamplingParams(temperature=0, logit_bias=((9, 2.0),), banned_token_ids=(5, 6)),
+    ]
+    regex = StructuredOutput(StructuredOutputKind.REGEX, "[a-f]{3,30}")
+    items = [
+        request(
+            f"{n}-{m}", prompt, max_tokens=80 if n == 0 else 20, sampling=sampling, min_tokens=m
+        )
+        for n, sampling in enumerate(kinds)
+        for m, prompt in enumerate(prompts(8)[:4])
+    ]
+    items += [
+        request("regex", prompts(8)[0], sampling=SEEDED, structured_output=regex),
+        request("stop", prompts(8)[3], stop_strings=("a", "e"), max_tokens=40),
+    ]
+    run(engine, items)
+    found = findings(engine)
+    assert len(found) == len(items)
+    assert {f.verdict for f in found.values()} <= {AuditVerdict.EXACT, AuditVerdict.NUMERIC_TIE}
+    num_exact = sum(f.verdict is AuditVerdict.EXACT for f in found.values())
+    assert num_exact >= 0.9 * len(found)
+    assert engine.breaker.num_trips == 0
+
+
+def shift_positions(plan):  # type: ignore[no-untyped-def]
+    return replace(plan, position_ids=plan.position_ids + (plan.position_ids > 20).long())
+
+
+def swap_neighbours(plan):  # type: ignore[no-untyped-def]
+    slots = plan.slots.clone()
+    if plan.num_tokens > 6:
+        slots[0], slots[-1] = plan.slots[-1].item(), plan.slots[0].item()
+    return replace(plan, slots=slots)
+
+
+def keep_stale_key(plan):  # type: ignore[no-untyped-def]
+    """The second token of every forward is written where nobody looks."""
+    slots = plan.slots.clone()
+    if plan.num_tokens > 1:
+        slots[1] = slots[0]
+    return replace(plan, slots=slots)
+
+
+PLANS: dict[str, Callable[[object], object]] = {
+    "position off by one": shift_positions,
+    "a neighbour's slot": swap_neighbours,
+    "a stale key": keep_stale_key,
+}
+
+
+def plant_mask(engine: Engine, change: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
+    runner = engine._verifier.runner
+    mask = runner._mask
+
+    def changed(index, group, *rest):  # type: ignore[no-untyped-def]
+        return change(mask(index, group, *rest).clone(), group)
+
+    runner._mask = changed  # type: ignore[method-assign]
+
+
+def hole(mask: torch.Tensor, group: object) -> torch.Tensor:
+    mask[:, :, :, 2] = float("-inf")
+    mask[:, :, :, 0] = 0
+    return mask
+
+
+def one_too_long(mask: torch.Tensor, group: object) -> torch.Tensor:
+    visible = mask == 0
+    later = torch.roll(visible, 1, dims=-1)
+    later[..., 0] = True
+    return mask.masked_fill(later, 0.0)
+
+
+def plant_draft_bonus(engine: Engine) -> None:
+    verifier = engine._verifier
+    verify = verifier.verify
+
+    def changed(plan, proposals):  # type: ignore[no-untyped-def]
+        verification = verify(plan, proposals)
+        outcomes = [
+            replace(o, token_ids=(*o.token_ids[:-1], (o.token_ids[-1] + 1) % 300 + 3))
+            if o.num_drafts and o.num_accepted == o.num_drafts
+            else o
+            for o in verification.outcomes
+        ]
+        return replace(verification, outcomes=outcomes)
+
+    verifier.verify = changed  # type: ignore[method-assign]
+
+
+def check_all_found(engine: Engine, dtype: torch.dtype) -> None:
+    outcome = run(engine, greedy_and_seeded())
+    if engine._verifier.runner is not engine._parts.auditor._runner:
+        raise AssertionError("the auditor must run on the engine's own model")
+    found = findings(engine)
+    sound = sound_outputs(dtype)
+    wrong = {n for n in sound if outcome.token_ids[n] != sound[n]}
+    assert wrong, "the planted bug changed nothing"
+    for number, finding in found.items():
+        if number in wrong:
+            assert finding.verdict is AuditVerdict.DIVERGENCE, number
+            index = finding.first_mismatch_index
+            assert index is not None
+            assert outcome.token_ids[number][:index] == sound[number][:index]
+            assert outcome.token_ids[number][index] != finding.expected_token_id
+        else:
+            assert finding.verdict is not AuditVerdict.DIVERGENCE
+    assert engine.breaker.num_trips >= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bug", [*PLANS, "a hole in the mask", "one key too many", "draft's bonus"])
+def test_every_planted_desynchronisation_is_a_divergence_and_no_tie(
+    bug: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound_outputs(DTYPES[dtype])
+    engine = audited_engine(DTYPES[dtype])
+    _ = engine._parts.auditor.epsilon  # calibrated while all was well
+    if bug in PLANS:
+        plan_forward = model_runner.plan_forward
+        serving = engine._verifier.runner
+
+        def changed(rows, cache, padding):  # type: ignore[no-untyped-def]
+            plan = plan_forward(rows, cache, padding)
+            return PLANS[bug](plan) if cache is serving.cache else plan
+
+        monkeypatch.setattr(model_runner, "plan_forward", changed)
+    elif bug == "draft's bonus":
+        plant_draft_bonus(engine)
+    else:
+        plant_mask(engine, hole if bug == "a hole in the mask" else one_too_long)
+    check_all_found(engine, DTYPES[dtype])
+
+
+def test_a_divergence_switches_speculation_off_and_requests_go_on() -> None:
+    engine = audited_engine()
+    plant_draft_bonus(engine)
+    run(engine, greedy_and_seeded())
+    findings(engine)
+    assert engine.breaker.num_trips == 1
+    plain = run(engine, greedy_and_seeded())
+    assert all(s.num_draft_tokens == 0 for s in plain.stats.values())
+    assert plain.token_ids == sound_outputs(torch.float32)
+
+
+def test_only_the_share_of_requests_is_audited_and_the_queue_is_bounded() -> None:
+    engine = tiny_engine(audit=AuditConfig(share=0.3, max_jobs=1000))
+    run(engine, [request(f"request-{n}", [5, 6], max_tokens=1) for n in range(200)])
+    assert 30 <= engine.num_audits_waiting <= 90
+    silent = tiny_engine()
+    run(silent, [request("a", [5, 6])])
+    assert silent.audit_next() is None
+    queue = AuditQueue(2)
+    for number in range(5):
+        queue.add(AuditJob(request(str(number), [5]), (1,), ()))
+    assert (len(queue), queue.num_dropped) == (2, 3)
+    assert [job.request.request_id for job in iter(queue.take, None)] == ["3", "4"]
+
+
+def test_cancelled_requests_are_audited_and_failed_ones_are_not() -> None:
+    engine = audited_engine()
+    outcome = Outcome()
+    engine.submit(request("cancelled", [5, 6], max_tokens=40, ignore_eos=True))
+    engine.submit(request("failed", [5, 6]))
+    outcome.add_step(engine)
+    engine.cancel("cancelled")
+    live = engine._scheduler.find("failed")
+    assert live is not None
+    engine._close(live, FinishReason.ERROR, "planted")
+    while engine.has_work():
+        outcome.add_step(engine)
+    found = findings(engine)
+    assert set(found) == {"cancelled"}
+    assert json.dumps(found["cancelled"].verdict) == '"exact"'
+
+
+def test_the_breaker_opens_tries_again_and_closes() -> None:
+    breaker = SpeculationBreaker(
+        max_divergences=2, window=10, cooldown_seconds=60, max_cooldown_seconds=200, num_trials=3
+    )
+    breaker.observe(True, 0)
+    for second in range(1, 11):
+        breaker.observe(False, second)
+    breaker.observe(True, 11)  # the first one has left the window
+    assert breaker.state(11) is BreakerState.CLOSED
+    breaker.observe(True, 12)
+    assert breaker.state(12) is BreakerState.OPEN
+    assert not breaker.allows_speculation(71)
+    breaker.observe(True, 30)  # of a request that ran before
+    assert breaker.state(72) is BreakerState.HALF_OPEN
+    breaker.observe(True, 73)
+    assert breaker.state(73 + 119) is BreakerState.OPEN
+    assert breaker.state(73 + 120) is BreakerState.HALF_OPEN
+    for second in range(200, 203):
+        breaker.observe(False, second)
+    assert breaker.state(203) is BreakerState.CLOSED
+    assert breaker.num_trips == 2
