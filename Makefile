@@ -11,7 +11,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model docs test-node soak bench-service bench bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model test-observability test-kill bench-ledger docs test-node soak bench-service bench bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,9 +65,33 @@ bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> b
 bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> build/bench/exports.json
 	$(PY) -m tests.benchmarks.exports
 
+test-exports: $(STAMP) ## kill exports at many more points, draw the HTML report in Chromium
+	$(PY) -m pytest -q -m slow tests/exports --ignore tests/exports/powerbi
+
 test-powerbi: $(STAMP) ## the Power BI project under Microsoft's parsers, which are fetched first
 	PYTHON=$(PY) sh tests/exports/powerbi/tools.sh
 	$(PY) -m pytest -q tests/exports/powerbi
+
+PHOENIX := build/phoenix
+
+$(PHOENIX)/.installed:
+	@echo "installing Phoenix, an independent receiver of traces, into $(PHOENIX)"
+	@$(PYTHON) -m venv --clear $(PHOENIX)
+	@$(PHOENIX)/bin/pip install --quiet --disable-pip-version-check 'arize-phoenix>=20'
+	@touch $@
+
+test-observability: $(STAMP) $(PHOENIX)/.installed ## send traces and metrics to Phoenix and to Debian's prometheus
+	TANDEM_TEST_PHOENIX=$(CURDIR)/$(PHOENIX)/bin/phoenix $(PY) -m pytest -q \
+	  tests/telemetry/test_observability.py tests/telemetry/test_dashboards.py
+
+k8s-check: $(STAMP) ## the Kubernetes manifests and the Dockerfile (part of make test)
+	$(PY) -m pytest -q -m "not slow" tests/k8s
+
+test-image: $(STAMP) ## the image's install steps in a clean folder; fetches every dependency
+	$(PY) -m pytest -q -m slow tests/k8s/test_image.py
+
+test-rollout: $(STAMP) ## roll two servers behind a forwarder under load; no request may fail
+	$(PY) -m pytest -q -m slow tests/k8s/test_rollout.py
 
 check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos
 	$(VENV)/bin/ruff check

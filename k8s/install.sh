@@ -8,8 +8,8 @@ variant=$2
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 case $variant in
-    cpu) index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu} extras=postgresql,oidc ;;
-    cuda) index=${TORCH_INDEX:-} extras=postgresql,oidc,nvidia ;; # PyPI's wheel brings CUDA
+    cpu) index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} extras=postgresql,oidc ;;
+    cuda) index=${TORCH_INDEX-} extras=postgresql,oidc,nvidia ;; # PyPI's wheel brings CUDA
     *) echo "unknown variant $variant: cpu or cuda" >&2; exit 2 ;;
 esac
 

@@ -1,6 +1,6 @@
 """Writes the dashboard and the alerts of telemetry.dashboards as manifests beside this file.
 
-Run from the repository's root: python k8s/components/monitoring/generate.py
+Run from the repository's root: python -m k8s.components.monitoring.generate
 kustomize reads no file outside its own folder, so these are copies; a test compares them.
 """
 

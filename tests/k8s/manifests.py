@@ -1,0 +1,121 @@
+"""The manifests as a cluster would get them, and views of what is in them."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "k8s"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+
+Resource = dict[str, Any]
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod that a workload makes."""
+
+    owner: str  # Kind/name
+    labels: Mapping[str, str]
+    spec: Mapping[str, Any]
+
+    def containers(self) -> Iterator[Mapping[str, Any]]:
+        yield from self.spec.get("initContainers", ())
+        yield from self.spec["containers"]
+
+    def ours(self) -> Iterator[Mapping[str, Any]]:
+        """Containers that run Tandem's image."""
+        for container in self.containers():
+            if "tandem" in container["image"]:
+                yield container
+
+
+@cache
+def _build(overlay: str) -> str:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed: the manifests cannot be built")
+    built = subprocess.run(
+        [kubectl, "kustomize", str(K8S / "overlays" / overlay)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    assert not built.stderr, built.stderr
+    return built.stdout
+
+
+def build(overlay: str) -> list[Resource]:
+    """Every resource of an overlay. Skips the test where kubectl is missing."""
+    return [resource for resource in yaml.load_all(_build(overlay), _LOADER) if resource]
+
+
+def named(resources: list[Resource], kind: str, name: str) -> Resource:
+    (found,) = [r for r in resources if r["kind"] == kind and r["metadata"]["name"] == name]
+    return found
+
+
+def of_kind(resources: list[Resource], kind: str) -> list[Resource]:
+    return [resource for resource in resources if resource["kind"] == kind]
+
+
+def pods(resources: list[Resource]) -> list[Pod]:
+    found = []
+    for resource in resources:
+        spec = resource.get("spec", {})
+        if resource["kind"] == "CronJob":
+            spec = spec["jobTemplate"]["spec"]
+        if resource["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job", "CronJob"):
+            template = spec["template"]
+            owner = f"{resource['kind']}/{resource['metadata']['name']}"
+            found.append(Pod(owner, template["metadata"]["labels"], template["spec"]))
+    assert found
+    return found
+
+
+def serve_pod(resources: list[Resource]) -> Pod:
+    (found,) = [pod for pod in pods(resources) if pod.owner == "Deployment/tandem"]
+    return found
+
+
+def serve_container(resources: list[Resource]) -> Mapping[str, Any]:
+    (found,) = [c for c in serve_pod(resources).spec["containers"] if c["name"] == "serve"]
+    return found
+
+
+def environment(resources: list[Resource], container: Mapping[str, Any]) -> dict[str, str | None]:
+    """Variables of a container; None where the cluster or a Secret says the value."""
+    variables: dict[str, str | None] = {}
+    for source in container.get("envFrom", ()):
+        variables |= named(resources, "ConfigMap", source["configMapRef"]["name"])["data"]
+    for entry in container.get("env", ()):
+        variables[entry["name"]] = entry.get("value")
+    return variables
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector takes in these labels."""
+    for name, value in selector.get("matchLabels", {}).items():
+        if labels.get(name) != value:
+            return False
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "In"
+        if labels.get(expression["key"]) not in expression["values"]:
+            return False
+    return True
+
+
+_BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def num_bytes(quantity: str) -> int:
+    return int(quantity[:-2]) * _BYTES[quantity[-2:]]

@@ -1,0 +1,305 @@
+"""Names in the manifests are names that the code knows, and that other manifests define."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import service.recording
+from exports.errors import ExportError
+from service.cli import app
+from service.health import SERVICE_NAME
+from service.settings import ServiceSettings
+from telemetry.dashboards.promql import prometheus_name
+from telemetry.names import METRICS
+from telemetry.prices import read_price_book, schedule_of
+from tests.k8s.manifests import (
+    K8S,
+    Resource,
+    environment,
+    named,
+    num_bytes,
+    of_kind,
+    pods,
+    selects,
+    serve_container,
+    serve_pod,
+)
+
+SETTINGS = {f"TANDEM_{name.upper()}": name for name in ServiceSettings.model_fields}
+# Of the platform and of libraries; TABLES is an argument's own.
+FOREIGN = {"AWS_REGION", "HF_HUB_OFFLINE", "TABLES"}
+FROM_THE_CLUSTER = {"TANDEM_LEDGER_URL": "postgresql://ledger", "TANDEM_NUM_THREADS": "4"}
+
+
+def _settings(resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+    """The settings of the server, read as it would read them in the pod."""
+    for name in list(os.environ):
+        if name.startswith("TANDEM_"):
+            monkeypatch.delenv(name)
+    for name, value in environment(resources, serve_container(resources)).items():
+        monkeypatch.setenv(name, FROM_THE_CLUSTER[name] if value is None else value)
+    return ServiceSettings()
+
+
+def test_every_variable_is_a_setting(resources: list[Resource]) -> None:
+    for pod in pods(resources):
+        for container in pod.ours():
+            unknown = environment(resources, container).keys() - SETTINGS.keys() - FOREIGN
+            assert not unknown, f"{pod.owner} {container['name']}"
+
+
+def test_the_server_accepts_the_values(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(resources, monkeypatch)
+    settings.engine_config(settings.target, settings.draft)
+    assert settings.prometheus_port is not None
+    assert settings.host == settings.prometheus_host == "0.0.0.0"  # noqa: S104 - a pod's own
+    assert settings.health_without_token  # a probe of the kubelet carries none
+
+
+def test_every_command_exists_with_its_options(resources: list[Resource]) -> None:
+    num_commands = 0
+    for pod in pods(resources):
+        for container in pod.ours():
+            assert "command" not in container  # the image's entry point is `tandem`
+            _parse(container["args"])
+            num_commands += 1
+    assert num_commands >= 5
+
+
+def _parse(arguments: list[str]) -> None:
+    """Raises click's UsageError for a command or an option that does not exist."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("tandem", list(arguments))
+    while hasattr(command, "get_command"):
+        name, command, arguments = command.resolve_command(context, arguments)
+        context = command.make_context(name, list(arguments), parent=context)
+
+
+@pytest.mark.parametrize("wrong", [["serv"], ["export", "--output", "x"], ["ledger", "migrat"]])
+def test_a_command_that_does_not_exist_is_found(wrong: list[str]) -> None:
+    with pytest.raises(Exception, match=r"(?i)no such (command|option)"):
+        _parse(wrong)
+
+
+def test_exit_codes_of_the_export_are_its_own(resources: list[Resource]) -> None:
+    job = named(resources, "CronJob", "tandem-export")["spec"]["jobTemplate"]["spec"]
+    codes = {
+        code for rule in job["podFailurePolicy"]["rules"] for code in rule["onExitCodes"]["values"]
+    }
+    assert codes <= {error.exit_code for error in ExportError.__subclasses__()}
+
+
+def test_ports_and_probes_are_the_servers(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(resources, monkeypatch)
+    container = serve_container(resources)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"grpc": settings.port, "metrics": settings.prometheus_port}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"] == {"port": settings.port, "service": SERVICE_NAME}
+    liveness = container["livenessProbe"]
+    # A restart is the last resort: later than the server's own word that it hangs.
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > settings.stall_seconds
+
+
+def test_services_reach_the_port_of_a_pod(resources: list[Resource]) -> None:
+    services = of_kind(resources, "Service")
+    assert named(resources, "Service", "tandem-headless")["spec"]["clusterIP"] == "None"
+    for entry in services:
+        selector = {"matchLabels": entry["spec"]["selector"]}
+        (pod,) = [pod for pod in pods(resources) if selects(selector, pod.labels)]
+        names = {p["name"] for c in pod.spec["containers"] for p in c.get("ports", ())}
+        for port in entry["spec"]["ports"]:
+            assert port["targetPort"] in names
+    for monitor in of_kind(resources, "ServiceMonitor"):
+        (entry,) = [
+            found
+            for found in services
+            if selects(monitor["spec"]["selector"], found["metadata"].get("labels", {}))
+        ]
+        ports = {port["name"] for port in entry["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+def test_a_route_leads_to_our_service(resources: list[Resource]) -> None:
+    for route in of_kind(resources, "GRPCRoute"):
+        assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
+        for rule in route["spec"]["rules"]:
+            served = {match["method"]["service"] for match in rule["matches"]}
+            assert served == {SERVICE_NAME, "grpc.health.v1.Health"}
+            for backend in rule["backendRefs"]:
+                target = named(resources, "Service", backend["name"])
+                assert backend["port"] in {p["port"] for p in target["spec"]["ports"]}
+
+
+def test_traces_go_to_the_collector_by_a_port_that_it_opens(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = _settings(resources, monkeypatch).otlp_endpoint
+    if endpoint is None:
+        assert not [r for r in resources if r["metadata"]["name"] == "tandem-collector"]
+        return
+    host, port = re.fullmatch(r"http://([\w-]+):(\d+)", endpoint).groups()  # type: ignore[union-attr]
+    assert int(port) in {p["port"] for p in named(resources, "Service", host)["spec"]["ports"]}
+    (config,) = [
+        yaml.safe_load(r["data"]["config.yaml"])
+        for r in of_kind(resources, "ConfigMap")
+        if r["metadata"]["name"].startswith("tandem-collector-")
+    ]
+    listening = config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"]
+    assert listening.endswith(f":{port}")
+    for pipeline in config["service"]["pipelines"].values():
+        for kind in ("receivers", "processors", "exporters"):
+            assert set(pipeline[kind]) <= config[kind].keys()
+    assert "tail_sampling" in config["service"]["pipelines"]["traces"]["processors"]
+
+
+def _metrics_asked_for(resources: list[Resource]) -> set[str]:
+    asked = {
+        metric["pods"]["metric"]["name"]
+        for scaler in of_kind(resources, "HorizontalPodAutoscaler")
+        for metric in scaler["spec"]["metrics"]
+    }
+    for scaler in of_kind(resources, "ScaledObject"):
+        for trigger in scaler["spec"]["triggers"]:
+            asked |= set(re.findall(r"\b(tandem_\w+)", trigger["metadata"]["query"]))
+    return asked
+
+
+def test_autoscalers_ask_for_metrics_that_exist(resources: list[Resource]) -> None:
+    assert _metrics_asked_for(resources) <= {prometheus_name(spec) for spec in METRICS}
+
+
+def test_autoscalers_react_before_the_rows_are_full(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _settings(resources, monkeypatch).max_num_rows
+    targets: list[str] = []
+    for scaler in of_kind(resources, "HorizontalPodAutoscaler"):
+        targets += [
+            metric["pods"]["target"]["averageValue"]
+            for metric in scaler["spec"]["metrics"]
+            if metric["pods"]["metric"]["name"] == "tandem_rows"
+        ]
+        assert scaler["spec"]["maxReplicas"] <= service.recording._MAX_JOURNALS
+    for scaler in of_kind(resources, "ScaledObject"):
+        targets += [
+            trigger["metadata"]["threshold"]
+            for trigger in scaler["spec"]["triggers"]
+            if "tandem_rows" in trigger["metadata"]["query"]
+        ]
+        assert scaler["spec"]["maxReplicaCount"] <= service.recording._MAX_JOURNALS
+        assert scaler["spec"]["minReplicaCount"] >= 1  # scaling to zero is a choice
+    for target in targets:
+        assert 0.5 * rows <= int(target) <= 0.8 * rows
+
+
+def test_the_cache_fits_into_the_memory(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(resources, monkeypatch)
+    if settings.device == "cuda":
+        assert settings.kv_cache_memory < 1
+        return
+    # On a CPU a share would be taken of what the node has free, not of the container's limit.
+    assert settings.kv_cache_memory > 1
+    memory = num_bytes(serve_container(resources)["resources"]["requests"]["memory"])
+    assert settings.kv_cache_memory <= memory / 2
+
+
+def test_the_price_book_knows_the_machine(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = _settings(resources, monkeypatch)
+    (book,) = [
+        r
+        for r in of_kind(resources, "ConfigMap")
+        if r["metadata"]["name"].startswith("tandem-prices-")
+    ]
+    assert settings.price_book is not None
+    path = tmp_path / settings.price_book.name
+    path.write_text(book["data"][path.name], encoding="utf-8")
+    schedule_of(read_price_book(path), settings.machine_type, settings.purchase)
+
+
+def test_files_that_settings_name_are_mounted(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(resources, monkeypatch)
+    mounts = {Path(m["mountPath"]): m for m in serve_container(resources)["volumeMounts"]}
+    assert settings.home in mounts
+    for path in (settings.price_book, settings.access_file):
+        assert path is None or mounts[path.parent]["readOnly"]
+    if Path(settings.target).is_absolute():
+        assert mounts[Path(settings.target).parent]["readOnly"]
+    else:
+        (pull,) = serve_pod(resources).spec["initContainers"]
+        assert pull["args"] == ["models", "pull", "$(TANDEM_TARGET)"]
+
+
+def test_volumes_claims_and_config_maps_exist(resources: list[Resource]) -> None:
+    claims = {r["metadata"]["name"] for r in of_kind(resources, "PersistentVolumeClaim")}
+    maps = {r["metadata"]["name"] for r in of_kind(resources, "ConfigMap")}
+    given = {"tandem-models"}  # filled by hand beforehand, see README.md
+    for pod in pods(resources):
+        volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", ())}
+        mounted = {m["name"] for c in pod.containers() for m in c.get("volumeMounts", ())}
+        assert mounted == volumes.keys(), pod.owner
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in claims | given
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps
+    used = {v["persistentVolumeClaim"]["claimName"] for p in pods(resources)
+            for v in p.spec.get("volumes", ()) if "persistentVolumeClaim" in v}  # fmt: skip
+    assert claims <= used
+
+
+def test_secrets_are_documented_or_come_from_a_vault(resources: list[Resource]) -> None:
+    wanted = set()
+    for pod in pods(resources):
+        for container in pod.containers():
+            for entry in container.get("env", ()):
+                if key := entry.get("valueFrom", {}).get("secretKeyRef"):
+                    wanted.add((key["name"], key["key"]))
+        for volume in pod.spec.get("volumes", ()):
+            if "secret" in volume:
+                wanted.add((volume["secret"]["secretName"], "access.toml"))
+    readme = (K8S / "README.md").read_text(encoding="utf-8")
+    for name, key in wanted:
+        assert f"`{name}`" in readme, name
+        assert f"`{key}`" in readme, key
+    for provider in of_kind(resources, "SecretProviderClass"):
+        objects = {
+            yaml.safe_load(item)["objectName"]
+            for item in yaml.safe_load(provider["spec"]["parameters"]["objects"])["array"]
+        }
+        made = {
+            (secret["secretName"], item["key"])
+            for secret in provider["spec"]["secretObjects"]
+            for item in secret["data"]
+        }
+        sources = {
+            item["objectName"] for s in provider["spec"]["secretObjects"] for item in s["data"]
+        }
+        assert made == wanted
+        assert sources == objects
+
+
+def test_the_dashboard_and_the_alerts_are_the_generated_ones() -> None:
+    folder = K8S / "components" / "monitoring"
+    generate: dict[str, Any] = {"__file__": str(folder / "generate.py"), "__name__": "generate"}
+    source = (folder / "generate.py").read_text(encoding="utf-8")
+    exec(compile(source, "generate.py", "exec"), generate)  # noqa: S102 - our own file
+    for name, content in generate["manifests"]().items():
+        assert (folder / name).read_text(encoding="utf-8") == content, (
+            f"{name} is old: python -m k8s.components.monitoring.generate"
+        )
