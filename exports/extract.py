@@ -105,10 +105,9 @@ class LedgerSource:
         self._acceptance_reader.close()
         self._engine.dispose()
 
-    def start_readers(self) -> None:
-        """Have the reading processes start while other questions are answered."""
+    def start_reading(self) -> None:
+        """Have the reading process start while other questions are answered."""
         self._rows_reader.start()
-        self._acceptance_reader.start()
 
     @property
     def dialect(self) -> str:

@@ -177,7 +177,7 @@ class _Run:
         after = Watermark() if self._options.full else self._before.watermark
         until = self._watermark
         if after.ledger_id < until.ledger_id:
-            self._source.start_readers()
+            self._source.start_reading()
         request_days, protected = self._request_days(after)
         capacity_days = self._source.capacity_dates(after.capacity_id, until.capacity_id)
         audit_days = self._source.audit_dates(after.audit_id, until.audit_id)
