@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
@@ -14,6 +15,7 @@ from engine.request import FinishReason
 from engine.stats import ModelInfo, StepStats
 from service import errors
 from service.admission import Admission, AdmissionLimits
+from service.audits import recorded
 from service.calls import OpenCalls
 from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
 from service.health import SERVICE_NAME, HealthMonitor
@@ -26,6 +28,9 @@ from service.serving import GenerationLimits, Serving
 from service.settings import ServiceSettings
 from service.transport import bind, channel_options
 from telemetry.recording import Recording
+
+if TYPE_CHECKING:  # it would load torch
+    from engine.audit import AuditFinding
 
 _log = logging.getLogger(__name__)
 _MIN_RETRY_SECONDS = 1.0
@@ -64,7 +69,11 @@ class Server:
         self._open_calls = OpenCalls()
         self._live = LiveRequests(self._observe, self._cancel)
         self._engine = EngineThread(
-            parts.build_engine, self._live.deliver, self._fail, self._record_step
+            parts.build_engine,
+            self._live.deliver,
+            self._fail,
+            self._record_step,
+            self._record_audit,
         )
         self._health = HealthMonitor(
             self._is_healthy, interval_seconds=min(1.0, settings.stall_seconds / 4)
@@ -191,6 +200,10 @@ class Server:
     def _record_step(self, stats: StepStats) -> None:
         if self._recording is not None:
             self._recording.on_step(stats)
+
+    def _record_audit(self, finding: "AuditFinding") -> None:
+        if self._recording is not None:
+            self._recording.on_audit(recorded(finding))
 
     def _fail(self, error: Exception) -> None:
         _log.critical("the engine has failed", exc_info=error)

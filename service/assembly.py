@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from engine.audit import AuditVerdict
 from engine.engine import Engine
 from engine.loader import load_tokenizer
 from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
@@ -113,3 +114,6 @@ def warm_up(engine: Engine) -> None:
         for stats in engine.step().finished:
             if stats.error is not None:
                 raise RequestError("warm-up", stats.error)
+    while (finding := engine.audit_next()) is not None:
+        if finding.verdict is AuditVerdict.DIVERGENCE:
+            raise SetUpError("the warm-up request diverged from the target alone")

@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.request import FinishReason, GenerationRequest
 from engine.stats import EngineLoad, ModelInfo, StepStats
 from engine.step import StepOutput
+
+if TYPE_CHECKING:  # it would load torch
+    from engine.audit import AuditFinding
 
 
 class Engine(Protocol):
@@ -28,6 +31,7 @@ class Engine(Protocol):
     def step(self) -> StepOutput: ...
     def has_work(self) -> bool: ...
     def load(self) -> EngineLoad: ...
+    def audit_next(self) -> "AuditFinding | None": ...
 
 
 class EngineState(StrEnum):
@@ -57,7 +61,9 @@ class EngineThread:
     """Builds an engine in a thread and runs it there until stopped.
 
     on_output is called on the event loop, once per step that produced something. on_failure is
-    called there when the engine raises; no output follows. All methods belong to the event loop.
+    called there when the engine raises; no output follows. on_step is called in the engine's
+    thread before the output of the same step is on its way, on_audit there in idle time. Made on
+    the event loop, to which all methods belong.
     """
 
     def __init__(
@@ -66,7 +72,9 @@ class EngineThread:
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[Exception], None],
         on_step: Callable[[StepStats], None],
+        on_audit: Callable[["AuditFinding"], None],
     ) -> None:
+        self._on_audit = on_audit
         self._build = build
         self._on_step = on_step
         self._on_output = on_output
@@ -153,10 +161,15 @@ class EngineThread:
             self._call(self._refuse_inbox, EngineGoneError("the engine has stopped"))
 
     def _wait_for_work(self, engine: Engine) -> bool:
-        with self._wake:
-            while not (self._stopping or self._inbox or engine.has_work()):
-                self._wake.wait()
-            return not self._stopping
+        while not (self._stopping or self._inbox or engine.has_work()):
+            finding = engine.audit_next()
+            if finding is not None:
+                self._on_audit(finding)
+                continue
+            with self._wake:
+                if not (self._stopping or self._inbox):
+                    self._wake.wait()
+        return not self._stopping
 
     def _turn(self, engine: Engine) -> None:
         self._step_started_at = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from engine.config import Dtype, EngineConfig, LayoutName, Numerics, SpeculationConfig
+from engine.config import AuditConfig, Dtype, EngineConfig, LayoutName, Numerics, SpeculationConfig
 
 
 class ServiceSettings(BaseSettings):
@@ -34,6 +34,7 @@ class ServiceSettings(BaseSettings):
     layout: LayoutName = "ragged"
     drafters: tuple[str, ...] = ("prompt_lookup",)
     max_draft_tokens: int = Field(default=4, ge=0, le=64)
+    audit_share: float = Field(default=0.01, ge=0, le=1)  # of finished requests, in idle time
 
     # Listening
     host: str = "127.0.0.1"
@@ -129,6 +130,7 @@ class ServiceSettings(BaseSettings):
             numerics=self.numerics,
             kv_cache_memory=self.kv_cache_memory,
             layout=self.layout,
+            audit=AuditConfig(share=self.audit_share),
             cost_table_folder=str(self.home.expanduser() / "cost-tables"),
             speculation=SpeculationConfig(
                 drafters=drafters, draft_model=draft, max_draft_tokens=self.max_draft_tokens

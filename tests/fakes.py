@@ -92,6 +92,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._rows)
 
+    def audit_next(self) -> None:
+        return None
+
     def load(self) -> EngineLoad:
         num_running = min(len(self._rows), self._num_rows)
         return EngineLoad(

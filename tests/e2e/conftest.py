@@ -35,6 +35,7 @@ async def tiny_service(tiny_model: Path, tmp_path: Path) -> AsyncIterator[TinySe
         max_num_rows=8,
         kv_cache_memory=2e8,
         home=tmp_path,
+        audit_share=1.0,
     )
     server = assemble(settings)
     await server.listen()

@@ -161,6 +161,25 @@ async def test_every_outcome_has_one_ledger_row(tiny_service: TinyService) -> No
     assert outcomes["late"][1] == "DEADLINE_EXCEEDED"
 
 
+async def test_finished_requests_are_audited_in_idle_time(tiny_service: TinyService) -> None:
+    for seed, temperature in enumerate((0.0, 0.7, 1.0)):
+        await tiny_service.client.generate(
+            PROMPTS[seed], max_tokens=12, temperature=temperature, seed=seed
+        ).result()
+    audited: list[tuple[object, ...]] = []
+    for _ in range(200):
+        audited = _audits(tiny_service.ledger)
+        if len(audited) == 3:
+            break
+        await asyncio.sleep(0.05)
+    assert [verdict for (verdict,) in audited] == ["exact"] * 3
+
+
+def _audits(ledger: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(ledger) as connection:
+        return connection.execute("SELECT verdict FROM audit_results").fetchall()
+
+
 def _rows(ledger: Path, columns: str) -> list[tuple[object, ...]]:
     with sqlite3.connect(ledger) as connection:
         return connection.execute(f"SELECT {columns} FROM requests").fetchall()  # noqa: S608
