@@ -34,7 +34,8 @@ async def tiny_service(tiny_model: Path, tmp_path: Path) -> AsyncIterator[TinySe
         dtype="float32",
         max_num_rows=8,
         kv_cache_memory=2e8,
-        home=tmp_path,
+        home=tiny_model.parent,  # measured costs are kept there from test to test
+        ledger_url=f"sqlite:///{tmp_path / 'ledger.db'}",
         audit_share=1.0,
     )
     server = assemble(settings)
