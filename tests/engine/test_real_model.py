@@ -22,7 +22,8 @@ from engine.loader import LoadedModel, describe_model, load_model
 from engine.request import GenerationRequest, SamplingParams
 from tests.engine.driver import GREEDY, Outcome, request
 
-pytestmark = pytest.mark.model
+# The first test of an engine loads and probes it, which takes long on a busy machine.
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 DTYPES = ("float32", "bfloat16")
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
