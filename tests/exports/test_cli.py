@@ -1,0 +1,148 @@
+"""`tandem export`, `tandem report` and `tandem powerbi` as a person runs them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from exports.errors import LockedError, ReconciliationError, SourceError, TargetError
+from exports.lock import exclusive
+from exports.manifest import read_manifest
+from exports.storage import Target
+from service.cli import app
+from tests.exports.ledgers import LedgerFill, new_ledger
+
+ROOT = Path(__file__).parents[2]
+TODAY = datetime.now(UTC) - timedelta(hours=1)
+PROGRAM = "from service.cli import main; main()"
+
+
+def tandem(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment, prog_name="tandem")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> LedgerFill:
+    fill = LedgerFill(new_ledger(tmp_path))
+    fill.dimensions()
+    fill.request(TODAY, drafted=(3,), accepted=(2,))
+    return fill
+
+
+def test_an_export_shows_its_tables_and_writes_metrics(ledger: LedgerFill, tmp_path: Path) -> None:
+    out, metrics = tmp_path / "out", tmp_path / "export.prom"
+    result = tandem(
+        *("export", "--out", str(out), "--metrics-file", str(metrics)),
+        TANDEM_LEDGER_URL=ledger.url,
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "fact_request" in result.stdout
+    assert "published generation 1" in result.stdout
+    lines = metrics.read_text().splitlines()
+    assert 'tandem_export_table_rows{table="fact_request"} 1' in lines
+    assert "tandem_export_exit_code 0" in lines
+
+
+def test_exit_codes_tell_failures_apart(ledger: LedgerFill, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    missing = tandem("export", "--out", out, "--ledger", f"sqlite:///{tmp_path / 'no.db'}")
+    assert missing.exit_code == SourceError.exit_code
+    assert "there is no ledger" in missing.stderr
+    (tmp_path / "file").write_text("")
+    nowhere = tandem("export", "--out", str(tmp_path / "file" / "x"), "--ledger", ledger.url)
+    assert nowhere.exit_code == TargetError.exit_code
+    with exclusive(Target(out), 0):
+        locked = tandem("export", "--out", out, "--ledger", ledger.url)
+    assert locked.exit_code == LockedError.exit_code
+    kinds = (LockedError, SourceError, TargetError, ReconciliationError)
+    assert len({kind.exit_code for kind in kinds}) == len(kinds)
+
+
+def test_a_ledger_of_another_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    import sqlite3
+
+    sqlite3.connect(tmp_path / "empty.db").execute("CREATE TABLE x (y)").connection.close()
+    result = tandem(
+        *("export", "--out", str(tmp_path / "out")),
+        *("--ledger", f"sqlite:///{tmp_path / 'empty.db'}"),
+    )
+    assert result.exit_code == SourceError.exit_code
+    assert "tandem ledger migrate" in result.stderr
+
+
+def test_watching_publishes_what_arrives_and_ends_on_sigterm(
+    ledger: LedgerFill, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    running = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "export", "--watch", "1", "--out", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_LEDGER_URL": ledger.url},
+    )
+    try:
+        wait_for_rows(out, 1)
+        ledger.request(TODAY)
+        wait_for_rows(out, 2)
+    finally:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+
+
+def wait_for_rows(out: Path, num_rows: int) -> None:
+    deadline = time.monotonic() + 60
+    while read_manifest(Target(out)).num_rows("fact_request") < num_rows:
+        assert time.monotonic() < deadline, "not published"
+        time.sleep(0.1)
+
+
+def test_since_and_full_rewrite_what_they_say(ledger: LedgerFill, tmp_path: Path) -> None:
+    old = TODAY - timedelta(days=60)
+    ledger.request(old)
+    out = str(tmp_path / "out")
+    tandem("export", "--out", out, "--ledger", ledger.url)
+    options = (
+        (("--since", f"{TODAY - timedelta(days=2):%Y-%m-%d}"), 1),
+        (("--since", f"{old:%Y-%m-%d}"), 2),
+        (("--full",), 2),
+        ((), 0),
+    )
+    for arguments, num_dates in options:
+        result = tandem("export", "--out", out, "--ledger", ledger.url, *arguments)
+        assert f"{num_dates} dates rewritten" in result.stdout, (arguments, result.stdout)
+
+
+def test_an_export_loads_no_torch(ledger: LedgerFill, tmp_path: Path) -> None:
+    program = (
+        "import sys; from service.cli import app;"
+        "app(standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, "export", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_LEDGER_URL": ledger.url},
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_report_and_a_power_bi_project_come_from_an_export(
+    ledger: LedgerFill, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    tandem("export", "--out", str(out), "--ledger", ledger.url)
+    report = tandem("report", str(out))
+    assert report.exit_code == 0, report.stderr
+    assert (out / "report.html").stat().st_size > 1_000_000
+    project = tandem("powerbi", "init", "--root", str(out), "--out", str(tmp_path / "bi"))
+    assert project.exit_code == 0, project.stderr
+    assert (tmp_path / "bi" / "Tandem.pbip").exists()
