@@ -108,7 +108,7 @@ def measure(num_requests: int, num_kills: int) -> dict[str, Any]:
         results["sqlite_rows_per_second"] = round(
             rows_per_second(f"sqlite:///{folder}/l.db", folder / "sqlite", num_requests)
         )
-        server = stack.enter_context(running_postgres())
+        server = stack.enter_context(running_postgres(fsync=True))
         results["postgresql_rows_per_second"] = (
             round(rows_per_second(server.url, folder / "postgresql", num_requests))
             if server

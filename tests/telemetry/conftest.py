@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import URL, create_engine, make_url, text
 
 from telemetry.ledger.session import migrate
 from tests.telemetry.postgres_server import PostgresServer, running_postgres
@@ -26,21 +27,28 @@ def postgres() -> Iterator[PostgresServer | None]:
         yield server
 
 
-@pytest.fixture
-def postgres_url(postgres: PostgresServer | None) -> Iterator[str]:
-    """An empty database."""
-    server_url = os.environ.get("TANDEM_TEST_POSTGRES_URL") or (postgres.url if postgres else "")
-    if not server_url:
+@pytest.fixture(scope="session")
+def postgres_admin_url(postgres: PostgresServer | None) -> URL:
+    """A server on which databases may be created; skips where there is none."""
+    url = os.environ.get("TANDEM_TEST_POSTGRES_URL") or (postgres.url if postgres else "")
+    if not url:
         pytest.skip(NO_POSTGRES)
-    name = f"tandem_{uuid4().hex[:12]}"
-    parsed = make_url(server_url).set(drivername="postgresql+psycopg")
-    admin = create_engine(parsed, isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    yield parsed.set(database=name).render_as_string(hide_password=False)
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    admin.dispose()
+    return make_url(url).set(drivername="postgresql+psycopg")
+
+
+@pytest.fixture(scope="session")
+def migrated_template(postgres_admin_url: URL) -> Iterator[str]:
+    """The name of a migrated database, of which copies are made in no time."""
+    with _database(postgres_admin_url) as url:
+        migrate(url)
+        yield str(make_url(url).database)
+
+
+@pytest.fixture
+def postgres_url(postgres_admin_url: URL) -> Iterator[str]:
+    """An empty database."""
+    with _database(postgres_admin_url) as url:
+        yield url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -52,8 +60,26 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-@pytest.fixture
-def ledger_url(empty_url: str) -> str:
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A migrated ledger, of either kind."""
-    migrate(empty_url)
-    return empty_url
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path}/ledger.db"
+        migrate(url)
+        yield url
+        return
+    admin: URL = request.getfixturevalue("postgres_admin_url")
+    with _database(admin, request.getfixturevalue("migrated_template")) as url:
+        yield url
+
+
+@contextmanager
+def _database(admin_url: URL, template: str = "template1") -> Iterator[str]:
+    name = f"tandem_{uuid4().hex[:12]}"
+    admin = create_engine(admin_url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
+    yield admin_url.set(database=name).render_as_string(hide_password=False)
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()

@@ -23,10 +23,15 @@ def postgres_binaries() -> Path | None:
 
 
 class PostgresServer:
-    """A server that can be stopped and started again, to be away for a while."""
+    """A server that can be stopped and started again, to be away for a while.
 
-    def __init__(self, binaries: Path, folder: Path) -> None:
+    Without fsync its data survive the death of its processes, not of the machine: enough for
+    tests, not for measurements.
+    """
+
+    def __init__(self, binaries: Path, folder: Path, *, fsync: bool = False) -> None:
         self._binaries = binaries
+        self._fsync = fsync
         self._data = folder / "data"
         self._folder = folder
         self.port = _free_port()
@@ -38,6 +43,7 @@ class PostgresServer:
         options = [
             *("-D", str(self._data), "-p", str(self.port), "-k", str(self._folder)),
             *("-c", "listen_addresses=127.0.0.1", "-c", "shared_buffers=32MB"),
+            *("-c", f"fsync={'on' if self._fsync else 'off'}"),
         ]
         self._process = subprocess.Popen(
             [*_as_unprivileged(), str(self._binaries / "postgres"), *options],
@@ -68,7 +74,7 @@ class PostgresServer:
 
 
 @contextmanager
-def running_postgres() -> Iterator[PostgresServer | None]:
+def running_postgres(*, fsync: bool = False) -> Iterator[PostgresServer | None]:
     """A started server; None when the machine has no PostgreSQL."""
     binaries = postgres_binaries()
     if binaries is None:
@@ -77,7 +83,7 @@ def running_postgres() -> Iterator[PostgresServer | None]:
     folder = Path(tempfile.mkdtemp(prefix="tandem-pg-", dir="/tmp"))
     if os.geteuid() == 0:
         shutil.chown(folder, UNPRIVILEGED_USER)
-    server = PostgresServer(binaries, folder)
+    server = PostgresServer(binaries, folder, fsync=fsync)
     try:
         server.start()
         yield server

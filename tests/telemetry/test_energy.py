@@ -1,6 +1,7 @@
 """Energy: requests + idle = measured, and what nothing measured is None."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,65 @@ def test_a_machine_without_a_readable_counter_has_no_source(tmp_path: Path) -> N
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="this machine has an NVIDIA device")
 def test_a_machine_without_nvidia_devices_has_no_source() -> None:
     assert find_energy_source("cuda:0") is None
+
+
+class FakeNvml:
+    """NVIDIA's library as far as it is used: two devices, one of which may lack a counter."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, has_counter: bool = True) -> None:
+        self.has_counter = has_counter
+        self.millijoules = 1_000
+        self.milliwatts = 100_000
+        self.is_up = True
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's name
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:  # noqa: N802
+        if not self.is_up or not self.has_counter:
+            raise self.NVMLError
+        return self.millijoules + handle
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
+        if not self.is_up:
+            raise self.NVMLError
+        return self.milliwatts
+
+
+def test_nvidia_counters_are_summed_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    source = find_energy_source("cuda:0")
+    assert source is not None
+    assert source.name == "nvml_counter"
+    assert source.read_microjoules() == (1_000 + 1_001) * 1_000
+    nvml.is_up = False
+    assert source.read_microjoules() is None
+
+
+def test_power_is_integrated_where_a_device_has_no_counter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = FakeNvml(has_counter=False)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    now = [10.0]
+    monkeypatch.setattr("telemetry.energy.time.monotonic", lambda: now[0])
+    source = find_energy_source("cuda")
+    assert source is not None
+    assert source.name == "nvml_power_integral"
+    start = source.read_microjoules()
+    now[0] += 2.0
+    nvml.milliwatts = 300_000
+    # Two devices, on average 200 W each, for two seconds.
+    assert source.read_microjoules() == (start or 0) + 800_000_000
+    nvml.is_up = False
+    assert source.read_microjoules() is None

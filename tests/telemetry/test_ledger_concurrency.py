@@ -10,7 +10,7 @@ from telemetry.ledger.session import open_ledger
 from tests.telemetry.recording_rig import recording_rig
 
 NUM_SERVERS = 3
-NUM_REQUESTS = 20
+NUM_REQUESTS = 10
 
 SERVER = """
 import sys
