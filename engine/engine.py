@@ -19,6 +19,7 @@ from dataclasses import replace
 from engine.assembly import Parts, assemble
 from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
 from engine.breaker import SpeculationBreaker
+from engine.committer import Committer
 from engine.config import EngineConfig
 from engine.drafter.base import DraftJob, Proposal
 from engine.intake import make_live
@@ -33,8 +34,7 @@ from engine.request import (
 from engine.scheduler import PlannedRow
 from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
 from engine.step import StepOutput
-from engine.stop_strings import StopStringWatcher
-from engine.verifier import RowOutcome, Verification
+from engine.verifier import Verification
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Engine:
         self._drafters = parts.drafters
         self._verifier = parts.verifier
         self._lengths = parts.lengths
-        self._watchers: dict[str, StopStringWatcher] = {}
+        self._committer = Committer(parts, on_closed=self._keep_for_audit)
         self._to_end: dict[str, FinishReason] = {}
         self._audits = AuditQueue(parts.audit_config.max_jobs)
         self.breaker = SpeculationBreaker()
@@ -78,15 +78,10 @@ class Engine:
         """Queue a request. Raises RequestError naming the field that cannot be served."""
         if self._scheduler.find(request.request_id) is not None:
             raise RequestError("request_id", f"{request.request_id!r} is already running")
-        live = make_live(request, self.info, self._parts.grammars, self._parts.sampler)
-        stopping = request.stopping
-        if stopping.stop_strings:
-            self._watchers[request.request_id] = StopStringWatcher(
-                self.tokenizer,
-                stopping.stop_strings,
-                include_stop_string=stopping.include_stop_string,
-            )
-        self._scheduler.add(live)
+        parts = self._parts
+        self._scheduler.add(
+            make_live(request, parts.info, parts.tokenizer, parts.grammars, parts.sampler)
+        )
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request at the start of the next step; unknown ids are ignored."""
@@ -120,7 +115,7 @@ class Engine:
         proposed = time.perf_counter_ns()
         verification = self._verifier.verify(plan, proposals)
         committed = [
-            self._commit(outcome, proposal)
+            self._committer.commit(outcome, proposal)
             for outcome, proposal in zip(verification.outcomes, proposals, strict=True)
         ]
         self._num_steps += 1
@@ -174,7 +169,7 @@ class Engine:
         for request_id, reason in to_end.items():
             found = self._scheduler.find(request_id)
             if found is not None:
-                ended.append(self._finish(found, (), reason))
+                ended.append(self._committer.finish(found, reason))
         return ended
 
     def _propose(self, plan: Sequence[PlannedRow]) -> list[Proposal]:
@@ -189,121 +184,13 @@ class Engine:
                 planned.live.drafter = proposal.drafter
         return proposals
 
-    def _commit(
-        self, outcome: RowOutcome, proposal: Proposal
-    ) -> tuple[TokenDelta | None, RequestStats | None, RowStepStats]:
-        """The only place where a request's tokens, its cache's length and its counters change."""
-        planned, live = outcome.planned, outcome.planned.live
-        was_decoding = live.is_decoding
-        self._count_computed(planned, was_decoding, outcome.num_drafts)
-        if outcome.error is not None:
-            delta, stats = self._finish(live, (), FinishReason.ERROR, error=outcome.error)
-            return delta, stats, _row_stats(outcome, was_decoding, 0, proposal)
-        emitted, reason, stop_token_id = self._cut(live, outcome.token_ids)
-        text, stop_string = None, None
-        watcher = self._watchers.get(live.request_id)
-        if watcher is not None and emitted:
-            text, match = watcher.push(emitted)
-            if match is not None:
-                emitted, reason = emitted[: match.num_tokens], FinishReason.STOP_STRING
-                stop_string, stop_token_id = match.stop_string, None
-            elif reason is not None:
-                text += watcher.finish()
-        is_first = live.num_output_tokens == 0
-        live.token_ids.extend(emitted)
-        num_kept = min(outcome.num_accepted, max(0, len(emitted) - 1))
-        live.num_computed_tokens = planned.start + planned.num_tokens + num_kept
-        assert live.row is not None  # noqa: S101 - for the type checker; planned rows have one
-        self._scheduler.cache.commit(live.row, live.token_ids, live.num_computed_tokens)
-        row_stats = _row_stats(outcome, was_decoding, len(emitted), proposal)
-        if not emitted:
-            return None, None, row_stats
-        live.count_verification(outcome.num_drafts, outcome.num_accepted, len(emitted))
-        self._lengths.observe(live, outcome.num_drafts, outcome.num_accepted)
-        live.last_token_at = time.monotonic()
-        live.first_token_at = live.first_token_at or live.last_token_at
-        if live.history is not None:
-            live.history.append(emitted)
-        if live.grammar is not None:
-            live.grammar.commit(emitted)
-        logprobs = outcome.logprobs[: len(emitted)]
-        delta = TokenDelta(
-            request_id=live.request_id,
-            first_token_index=live.num_output_tokens - len(emitted),
-            token_ids=emitted,
-            logprobs=logprobs,
-            prompt_logprobs=tuple(live.prompt_logprobs) if is_first else (),
-            text=text,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            stop_string=stop_string,
-        )
-        if reason is None:
-            return delta, None, row_stats
-        return delta, self._close(live, reason), row_stats
-
-    def _cut(
-        self, live: LiveRequest, token_ids: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
-        """The emitted tokens up to the first that ends the request, and why it ends."""
-        max_tokens = live.request.stopping.max_tokens
-        min_tokens = live.request.stopping.min_tokens
-        for index, token_id in enumerate(token_ids):
-            num_output = live.num_output_tokens + index + 1
-            if token_id in live.stop_token_ids and num_output > min_tokens:
-                return token_ids[: index + 1], FinishReason.STOP_TOKEN, token_id
-            if num_output >= max_tokens:
-                return token_ids[: index + 1], FinishReason.LENGTH, None
-            if live.num_tokens + index + 1 >= self.info.max_model_tokens:
-                return token_ids[: index + 1], FinishReason.CONTEXT_FULL, None
-        return token_ids, None, None
-
-    def _count_computed(self, planned: PlannedRow, was_decoding: bool, num_drafts: int) -> None:
-        live = planned.live
-        end = planned.start + planned.num_tokens
-        live.num_steps += 1
-        if not was_decoding:
-            live.num_prefill_positions += planned.num_tokens
-        live.num_recomputed_tokens += max(
-            0, min(end, live.num_ever_computed_tokens) - planned.start
-        )
-        live.num_ever_computed_tokens = max(live.num_ever_computed_tokens, end)
-
-    def _finish(
-        self,
-        live: LiveRequest,
-        token_ids: tuple[int, ...],
-        reason: FinishReason,
-        error: str | None = None,
-    ) -> tuple[TokenDelta, RequestStats]:
-        """End a request outside the ordinary course: nothing more is emitted."""
-        watcher = self._watchers.get(live.request_id)
-        delta = TokenDelta(
-            request_id=live.request_id,
-            first_token_index=live.num_output_tokens,
-            token_ids=token_ids,
-            text=watcher.finish() if watcher is not None else None,
-            finish_reason=reason,
-            error=error,
-        )
-        return delta, self._close(live, reason, error)
-
-    def _close(
-        self, live: LiveRequest, reason: FinishReason, error: str | None = None
-    ) -> RequestStats:
-        self._scheduler.remove(live, scrub=error is not None)
-        if error is None and live.num_output_tokens and self._is_audited(live.request_id):
-            output = tuple(live.token_ids[live.num_prompt_tokens :])
-            self._audits.add(AuditJob(live.request, output, live.guarded_token_ids, live.drafter))
-        self._drafters.forget(live.request_id)
-        self._lengths.forget(live.request_id)
-        self._watchers.pop(live.request_id, None)
-        return live.stats(reason, time.monotonic(), error)
-
-    def _is_audited(self, request_id: str) -> bool:
+    def _keep_for_audit(self, live: LiveRequest, reason: FinishReason) -> None:
         """A share of the requests, chosen by their ids alone."""
         share = self._parts.audit_config.share
-        return zlib.crc32(request_id.encode()) < share * 2**32
+        is_chosen = zlib.crc32(live.request_id.encode()) < share * 2**32
+        if is_chosen and reason is not FinishReason.ERROR and live.num_output_tokens:
+            output = tuple(live.token_ids[live.num_prompt_tokens :])
+            self._audits.add(AuditJob(live.request, output, live.guarded_token_ids, live.drafter))
 
     def _step_stats(
         self,
@@ -346,20 +233,4 @@ def _legal(live: LiveRequest, proposal: Proposal) -> Proposal:
         proposal,
         token_ids=proposal.token_ids[:num_legal],
         draft_probs=probs[:num_legal] if probs is not None and num_legal else None,
-    )
-
-
-def _row_stats(
-    outcome: RowOutcome, was_decoding: bool, num_emitted: int, proposal: Proposal
-) -> RowStepStats:
-    planned = outcome.planned
-    num_decode = 1 if was_decoding else 0
-    return RowStepStats(
-        request_id=planned.live.request_id,
-        num_prefill_positions=planned.num_tokens - num_decode,
-        num_decode_positions=num_decode,
-        num_draft_positions=outcome.num_drafts,
-        num_accepted_tokens=outcome.num_accepted,
-        num_emitted_tokens=num_emitted,
-        num_drafter_positions=proposal.num_positions,
     )

@@ -6,6 +6,7 @@ from engine.grammar import Grammar
 from engine.request import FinishReason, GenerationRequest, SpeculationMode, TokenLogprob
 from engine.sampler import TokenHistory
 from engine.stats import RequestStats
+from engine.stop_strings import StopStringWatcher
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class LiveRequest:
     num_computed_tokens: int = 0
     history: TokenHistory | None = None
     grammar: Grammar | None = None
+    watcher: StopStringWatcher | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     guarded_token_ids: tuple[int, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()

@@ -237,7 +237,7 @@ def test_cancelled_requests_are_audited_and_failed_ones_are_not() -> None:
     engine.cancel("cancelled")
     live = engine._scheduler.find("failed")
     assert live is not None
-    engine._close(live, FinishReason.ERROR, "planted")
+    engine._committer.finish(live, FinishReason.ERROR, "planted")
     while engine.has_work():
         outcome.add_step(engine)
     found = findings(engine)
