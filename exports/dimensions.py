@@ -50,7 +50,7 @@ OUTCOMES = (
 )
 """Place in this list is a part of outcome_key: append, never reorder."""
 
-_KEYS_PER_OUTCOME = 100
+KEYS_PER_OUTCOME = 100
 
 LEDGER_COLUMNS: dict[str, tuple[str, ...]] = {
     DIM_MODEL.name: (
@@ -78,7 +78,7 @@ def outcome_keys(outcome: pa.Array, finish_reason: pa.Array) -> pa.Array:
     second = pc.index_in(
         pc.fill_null(finish_reason, FINISH_REASONS[0]), value_set=pa.array(FINISH_REASONS)
     )
-    key = pc.add(pc.multiply(pc.add(first.cast(pa.int64()), 1), _KEYS_PER_OUTCOME), second)
+    key = pc.add(pc.multiply(pc.add(first.cast(pa.int64()), 1), KEYS_PER_OUTCOME), second)
     return pc.fill_null(key, UNKNOWN_KEY).cast(pa.int64())
 
 
@@ -87,7 +87,7 @@ def dim_outcome() -> pa.Table:
     rows: list[tuple[Any, ...]] = [(UNKNOWN_KEY, UNKNOWN, UNKNOWN, False)]
     for place, outcome in enumerate(OUTCOMES, start=1):
         for index, reason in enumerate(FINISH_REASONS):
-            key = place * _KEYS_PER_OUTCOME + index
+            key = place * KEYS_PER_OUTCOME + index
             rows.append((key, str(outcome), reason, outcome is Outcome.COMPLETED))
     return _table(DIM_OUTCOME, rows)
 
