@@ -28,26 +28,17 @@ def postgres() -> Iterator[PostgresServer | None]:
 
 
 @pytest.fixture(scope="session")
-def postgres_admin_url(postgres: PostgresServer | None) -> URL:
-    """A server on which databases may be created; skips where there is none."""
-    url = os.environ.get("TANDEM_TEST_POSTGRES_URL") or (postgres.url if postgres else "")
-    if not url:
-        pytest.skip(NO_POSTGRES)
-    return make_url(url).set(drivername="postgresql+psycopg")
-
-
-@pytest.fixture(scope="session")
-def migrated_template(postgres_admin_url: URL) -> Iterator[str]:
+def migrated_template(postgres: PostgresServer | None) -> Iterator[str]:
     """The name of a migrated database, of which copies are made in no time."""
-    with _database(postgres_admin_url) as url:
+    with _database(_admin_url(postgres)) as url:
         migrate(url)
         yield str(make_url(url).database)
 
 
 @pytest.fixture
-def postgres_url(postgres_admin_url: URL) -> Iterator[str]:
+def postgres_url(postgres: PostgresServer | None) -> Iterator[str]:
     """An empty database."""
-    with _database(postgres_admin_url) as url:
+    with _database(_admin_url(postgres)) as url:
         yield url
 
 
@@ -68,9 +59,17 @@ def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         migrate(url)
         yield url
         return
-    admin: URL = request.getfixturevalue("postgres_admin_url")
+    admin = _admin_url(request.getfixturevalue("postgres"))
     with _database(admin, request.getfixturevalue("migrated_template")) as url:
         yield url
+
+
+def _admin_url(postgres: PostgresServer | None) -> URL:
+    """A server on which databases may be created; skips where there is none."""
+    url = os.environ.get("TANDEM_TEST_POSTGRES_URL") or (postgres.url if postgres else "")
+    if not url:
+        pytest.skip(NO_POSTGRES)
+    return make_url(url).set(drivername="postgresql+psycopg")
 
 
 @contextmanager
