@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from exports.delta import publish_delta
 from exports.errors import ExportError, TargetError
 from exports.job import ExportOptions, ExportSummary, run_export
 from exports.job import Progress as ExportProgress
@@ -90,6 +91,10 @@ def export(
     metrics_file: Annotated[
         Path | None, typer.Option(help="Write metrics in Prometheus' text format here.")
     ] = None,
+    delta: Annotated[
+        str | None,
+        typer.Option(help="Also keep Delta tables under this folder or URI."),
+    ] = None,
     sample: Annotated[
         Sample | None,
         typer.Option(help="Publish 90 invented days of traffic instead of a ledger."),
@@ -120,7 +125,7 @@ def export(
             signal.signal(number, lambda *_: stopped.set())
     while True:
         exit_code = _exit_code(
-            lambda: _export_once(ledger or default_ledger_url(), out, options, metrics_file)
+            lambda: _export_once(ledger or default_ledger_url(), out, options, metrics_file, delta)
         )
         if watch is None:
             raise typer.Exit(exit_code)
@@ -153,6 +158,7 @@ def _export_once(
     out: str,
     options: ExportOptions,
     metrics_file: Path | None,
+    delta: str | None = None,
     now: datetime | None = None,
 ) -> None:
     console = Console()
@@ -180,6 +186,9 @@ def _export_once(
 
         try:
             summary = run_export(ledger, out, options, now=now, on_progress=show)
+            if delta is not None:
+                target = Target(out)
+                publish_delta(target, read_manifest(target), summary.rewritten_dates, delta)
         except ExportError as failure:
             error = failure
     if metrics_file is not None:
