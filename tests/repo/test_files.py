@@ -9,10 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 300
 LONGER = {  # file -> its own limit
-    "engine/engine.py": 350,  # the step, told in one piece
     "engine/request.py": 380,  # every value is checked where it is declared
     "exports/powerbi/measures.py": 600,  # a list
     "telemetry/ledger/models.py": 400,  # the tables
+    "telemetry/ledger/records.py": 340,  # the rows' types
+    "telemetry/ledger/writer.py": 340,  # one thread's whole life
+    "telemetry/recorder.py": 390,  # one class behind one contract
 }
 # Written in pieces, so that this file does not find itself.
 MACHINE_PATH = re.compile("/" + "work/|/" + "opt/(?:py|wheels)|/" + "root/")
