@@ -7,6 +7,7 @@ beside the journal, with an alarm, so that one bad record never stops the others
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -100,6 +101,7 @@ class LedgerWriter:
         self._changed = threading.Condition()
         self._closing = False
         self._closing_try_done = False
+        self._hurry_at = math.inf  # from then on the disk, which is quick, instead of the database
         self._totals = _Totals()
         self._retry_at = 0.0
         self._retry_wait = self._config.first_retry_seconds
@@ -160,6 +162,7 @@ class LedgerWriter:
         """
         with self._changed:
             self._closing = True
+            self._hurry_at = time.monotonic() + timeout_seconds / 2
             self._changed.notify_all()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
@@ -211,9 +214,9 @@ class LedgerWriter:
             # Order first: what comes after journalled records waits behind them, on disk.
             if batch:
                 self._settle(batch, durable=self._spill(records))
-            if time.monotonic() >= self._retry_at:
+            if self._retry_at <= time.monotonic() < self._hurry_at:
                 self._catch_up()
-        elif self._try_write(records, may_exist=False):
+        elif time.monotonic() < self._hurry_at and self._try_write(records, may_exist=False):
             self._settle(batch, durable=True)
         else:
             self._settle(batch, durable=self._spill(records))

@@ -1,7 +1,8 @@
 """The writer: everything submitted is in the ledger once, whatever happens to the database."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from sqlalchemy.orm import Session
 from telemetry.ledger import models
 from telemetry.ledger.journal import Journal, JournalError, JournalFullError
 from telemetry.ledger.queries import ledger_stats
-from telemetry.ledger.records import Outcome, decode_record, encode_record
+from telemetry.ledger.records import Outcome, Record, decode_record, encode_record
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
 from telemetry.ledger.writer import LedgerWriter, WriterConfig
@@ -198,6 +199,27 @@ def test_postgresql_killed_under_load_loses_and_doubles_nothing(tmp_path: Path) 
 def _come_back(server: PostgresServer, writer: LedgerWriter) -> None:
     server.start()
     assert writer.wait_until_written(30)
+
+
+def test_closing_over_a_slow_database_leaves_the_rest_in_the_journal(tmp_path: Path) -> None:
+    class SlowStore(LedgerStore):
+        def write(self, records: Sequence[Record], *, may_exist: bool) -> None:
+            time.sleep(0.2)
+            super().write(records, may_exist=may_exist)
+
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    migrate(url)
+    engine = open_ledger(url)
+    config = replace(QUICK, max_batch_records=1)
+    writer = LedgerWriter(SlowStore(engine), Journal(tmp_path / "j"), config)
+    futures = [writer.submit(request_record(f"r{n}")) for n in range(100)]
+    writer.close(timeout_seconds=2.0)
+    assert all(future.result(0) for future in futures)
+    engine.dispose()
+    assert 0 < count(url, models.Request) < 100
+    with writing(url, tmp_path / "j") as second:
+        assert second.wait_until_written(30)
+    assert count(url, models.Request) == 100
 
 
 def test_a_full_journal_says_so_and_counts_what_is_lost(
