@@ -47,9 +47,17 @@ class Accounting:
         """Account for the time up to now as idle. Only while no request is open."""
         self._cost.pass_idle(now_nanoseconds)
 
-    def poll_energy(self, now_nanoseconds: int) -> int | None:
-        """End the energy window if it is due; the microjoules that it measured."""
-        return self._energy.poll(now_nanoseconds)
+    def is_energy_due(self, now_nanoseconds: int) -> bool:
+        """Whether the counter should be read now."""
+        return self._energy.is_due(now_nanoseconds)
+
+    def read_energy(self) -> int | None:
+        """The counter, which may take milliseconds: needs no exclusion, always the same thread."""
+        return self._energy.read()
+
+    def end_energy_window(self, now_nanoseconds: int, reading: int | None) -> int | None:
+        """Split what was measured up to a reading; the microjoules of the window, else None."""
+        return self._energy.end_window(now_nanoseconds, reading)
 
     def finish(self, request_id: str) -> tuple[RequestCost, int | None]:
         """The final cost and energy of a request, and beside them the estimate in nano-USD of

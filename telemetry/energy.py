@@ -202,17 +202,30 @@ class EnergyMeter:
         self._window_busy += busy_nanoseconds
 
     def poll(self, now_nanoseconds: int) -> int | None:
-        """End the window if it is a second old. The microjoules that it measured, else None."""
-        wall = now_nanoseconds - self._window_started
-        if self._source is None or wall < WINDOW_SECONDS * 1e9:
+        """Read the counter and end the window, if it is a second old; see the two steps."""
+        if not self.is_due(now_nanoseconds):
             return None
-        before, self._reading = self._reading, self._source.read_microjoules()
+        return self.end_window(now_nanoseconds, self.read())
+
+    def is_due(self, now_nanoseconds: int) -> bool:
+        """Whether the running window is a second old."""
+        wall = now_nanoseconds - self._window_started
+        return self._source is not None and wall >= WINDOW_SECONDS * 1e9
+
+    def read(self) -> int | None:
+        """Ask the counter, which may take milliseconds. The only method that needs no exclusion
+        from the others; always called from the same thread."""
+        return None if self._source is None else self._source.read_microjoules()
+
+    def end_window(self, now_nanoseconds: int, reading: int | None) -> int | None:
+        """Split what was measured up to a reading; the microjoules of the window, else None."""
+        before, self._reading = self._reading, reading
         measured = None
-        if before is None or self._reading is None:
+        if before is None or reading is None:
             self._lose_window()
         else:
-            measured = max(0, self._reading - before)
-            self._settle(measured, wall)
+            measured = max(0, reading - before)
+            self._settle(measured, now_nanoseconds - self._window_started)
         self._window_started = now_nanoseconds
         self._window_busy = self._charged_early = 0
         return measured
