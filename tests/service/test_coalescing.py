@@ -64,3 +64,9 @@ async def test_time_slots_gather_what_comes_between_them() -> None:
     assert len(deltas) <= num_slots + 1
     assert len(deltas) < 40
     assert sum(len(delta.token_ids) for delta in deltas) == 120
+
+
+def test_full_group_goes_out_at_once() -> None:
+    groups = TokenGroups(2)
+    sent = [[part.token_ids for part in groups.push(delta)] for delta in deltas_of([1, 1, 3])]
+    assert sent == [[], [(0, 1)], [(2, 3)], [(4,)]]
