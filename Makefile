@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-EXTRAS ?= postgresql,report
+EXTRAS ?= postgresql,report,delta
 ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"], sep=",")')
 
@@ -65,7 +65,10 @@ bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> b
 bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> build/bench/exports.json
 	$(PY) -m tests.benchmarks.exports
 
-test-exports: $(STAMP) ## kill exports at many more points, draw the HTML report in Chromium
+test-exports: $(STAMP) ## kill exports at many points, export to Azure's emulator, draw the HTML report
+	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.37.0 || \
+	  echo "no npm: no export to Azure's emulator"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),azure]'
 	$(PY) -m pytest -q -m slow tests/exports --ignore tests/exports/powerbi
 
 test-powerbi: $(STAMP) ## the Power BI project under Microsoft's parsers, which are fetched first
