@@ -4,8 +4,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
 
@@ -18,6 +18,7 @@ from telemetry.clock import AnchoredClock
 from telemetry.latency import summarise_latency
 from telemetry.ledger.records import (
     AuditRecord,
+    CapacityRecord,
     DrafterRecord,
     InstanceRecord,
     LatencySummary,
@@ -30,15 +31,14 @@ from telemetry.ledger.records import (
     new_record_id,
 )
 from telemetry.ledger.writer import LedgerWriter
+from telemetry.live_accounts import LiveAccounts, never_failing
 from telemetry.metrics import Metrics
 from telemetry.pseudonym import TenantKey
 from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
 from telemetry.summaries import sampling_summary, span_attributes
-from telemetry.tracing import RequestTrace, record_step_span
+from telemetry.tracing import RequestTrace
 
 _log = logging.getLogger(__name__)
-_DRAIN_SECONDS = 0.02  # what waits longer is paid by the caller of on_finished
-_DRAINS_PER_TICK = 5
 _HEARTBEAT_SECONDS = 60.0
 _MAX_REMEMBERED_IDS = 100_000
 _OUTCOMES = {
@@ -73,23 +73,21 @@ class Recorder:
         self._model = model
         self._instance = instance
         self._writer = writer
-        self._accounting = accounting
         self._metrics = metrics
         self._clock = clock
         self._tenant_key = tenant_key
         self._drafter_fingerprints = dict(drafter_fingerprints or {})
-        self._step_span_every = step_span_every
         self._on_close = on_close
-        self._steps: deque[StepStats] = deque()
-        self._lock = threading.Lock()  # guards all that follows
-        self._open: dict[str, OpenRequest] = {}  # by record id
+        self._lock = threading.Lock()  # guards the attempts
         self._attempts: OrderedDict[str, int] = OrderedDict()
-        self._closing = threading.Event()
+        self._is_closed = False
         # Before any request: what a killed server leaves open is found by its instance.
         writer.submit(instance)
         self._heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
-        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self._thread.start()
+        self._live = LiveAccounts(
+            accounting, metrics, clock, step_span_every=step_span_every, on_tick=self._on_tick
+        )
+        self._live.start()
 
     def begin(
         self,
@@ -114,9 +112,7 @@ class Recorder:
             labels=dict(labels),
             trace=trace,
         )
-        with self._lock:
-            self._open[open_request.record_id] = open_request
-            price = self._accounting.price
+        self._live.open(open_request)
         self._writer.submit(
             StartRecord(
                 record_id=open_request.record_id,
@@ -127,7 +123,7 @@ class Recorder:
                 model=self._model,
                 variant=variant or None,
                 tenant=open_request.tenant,
-                price=price,
+                price=self._live.price,
                 num_prompt_tokens=open_request.num_prompt_tokens,
                 labels=dict(labels),
                 trace_id=trace.trace_id if trace else None,
@@ -137,13 +133,13 @@ class Recorder:
 
     def on_step(self, stats: StepStats) -> None:
         """See Recording."""
-        self._steps.append(stats)
+        self._live.on_step(stats)
 
     def on_finished(
         self, open_request: OpenRequest, stats: RequestStats, *, status_code: str
     ) -> FinishedRequest:
         """See Recording."""
-        cost, without_speculation = self._settle(open_request)
+        cost, without_speculation = self._live.settle(open_request)
         latency = summarise_latency(stats)
         outcome = _OUTCOMES.get(status_code, Outcome.FAILED)
         record = replace(
@@ -158,7 +154,7 @@ class Recorder:
             estimated_cost_without_speculation_nano_usd=without_speculation,
         )
         durable = self._writer.submit(record)
-        with _never_failing("metrics of a finished request"):
+        with never_failing("metrics of a finished request"):
             span = open_request.trace
             context = trace.set_span_in_context(span.span, span.context) if span else None
             self._metrics.on_finished(stats, latency, outcome, open_request.variant, context)
@@ -169,7 +165,7 @@ class Recorder:
 
     def on_lost(self, open_request: OpenRequest, *, status_code: str, error: str) -> None:
         """See Recording."""
-        cost, _ = self._settle(open_request)
+        cost, _ = self._live.settle(open_request)
         now = self._clock.utc(self._clock.now_nanoseconds())
         latency = LatencySummary(
             e2e_seconds=max(0.0, (now - open_request.started_at).total_seconds())
@@ -181,7 +177,7 @@ class Recorder:
             self._record(open_request, outcome, status_code, latency, cost), error=error
         )
         self._writer.submit(record)
-        with _never_failing("metrics of a lost request"):
+        with never_failing("metrics of a lost request"):
             self._metrics.on_cost(cost)
             if open_request.trace is not None:
                 open_request.trace.finish_without_stats(status_code)
@@ -222,7 +218,7 @@ class Recorder:
                 error=error,
             )
         )
-        with _never_failing("metrics of a refused request"):
+        with never_failing("metrics of a refused request"):
             self._metrics.on_refused(reason)
 
     def on_audit(self, finding: AuditFinding) -> None:
@@ -246,21 +242,15 @@ class Recorder:
                 audit_seconds=finding.audit_seconds,
             )
         )
-        with _never_failing("metrics of an audit"):
+        with never_failing("metrics of an audit"):
             self._metrics.on_audit(str(finding.verdict))
 
     def close(self) -> None:
         """See Recording."""
-        if self._closing.is_set():
+        if self._is_closed:
             return
-        self._closing.set()
-        self._thread.join()
-        with self._lock:
-            self._drain()
-            now = self._clock.now_nanoseconds()
-            intervals = self._accounting.close(now)
-            if self._open:
-                _log.error("%d requests were still open when telemetry closed", len(self._open))
+        self._is_closed = True
+        now, intervals = self._live.close()
         for interval in intervals:
             self._writer.submit(interval)
         ended_at = self._clock.utc(now)
@@ -269,19 +259,11 @@ class Recorder:
         )
         with contextlib.suppress(TimeoutError):
             last.result(timeout=10.0)
-        with _never_failing("the last reading of the ledger"):
+        with never_failing("the last reading of the ledger"):
             self._metrics.on_ledger(self._writer.status())
         self._writer.close()
         if self._on_close is not None:
             self._on_close()
-
-    def _settle(self, open_request: OpenRequest) -> tuple[RequestCost, int | None]:
-        with self._lock:
-            if open_request.record_id not in self._open:
-                raise ValueError(f"request {open_request.request_id} was finished before")
-            self._drain()  # while it is open, so that its last steps can link to it
-            del self._open[open_request.record_id]
-            return self._accounting.finish(open_request.request_id)
 
     def _record(
         self,
@@ -307,7 +289,7 @@ class Recorder:
             model=self._model,
             variant=open_request.variant or None,
             tenant=open_request.tenant,
-            price=self._accounting.price,
+            price=self._live.price,
             labels=dict(open_request.labels),
             trace_id=open_request.trace.trace_id if open_request.trace else None,
         )
@@ -323,55 +305,7 @@ class Recorder:
             self._attempts.popitem(last=False)
         return attempt
 
-    def _drain(self) -> None:
-        last: StepStats | None = None
-        while self._steps:
-            last = self._steps.popleft()
-            self._accounting.on_step(last)
-            with _never_failing("metrics of a step"):
-                self._metrics.on_step(last)
-                if self._step_span_every and last.step_index % self._step_span_every == 0:
-                    self._write_step_span(last)
-        if last is not None:
-            with _never_failing("gauges"):
-                self._metrics.on_load(last)
-
-    def _write_step_span(self, stats: StepStats) -> None:
-        traces = {
-            request.request_id: request.trace
-            for request in self._open.values()
-            if request.trace is not None
-        }
-        if traces:
-            record_step_span(stats, traces, next(iter(traces.values())).tracer)
-
-    def _run(self) -> None:
-        num_drains = 0
-        while not self._closing.wait(_DRAIN_SECONDS):
-            num_drains += 1
-            try:
-                if num_drains % _DRAINS_PER_TICK == 0:
-                    self._tick()
-                elif self._steps:
-                    with self._lock:
-                        self._drain()
-            except Exception:
-                _log.error("telemetry tick failed", exc_info=True)
-
-    def _tick(self) -> None:
-        # The counter is read without the lock: no request waits for a driver.
-        is_due = self._accounting.is_energy_due(self._clock.now_nanoseconds())
-        reading = self._accounting.read_energy() if is_due else None
-        measured = None
-        with self._lock:
-            self._drain()
-            now = self._clock.now_nanoseconds()
-            if not self._open:
-                self._accounting.pass_idle(now)
-                self._metrics.on_idle()
-            if is_due:
-                measured = self._accounting.end_energy_window(now, reading)
-            intervals = self._accounting.take_intervals()
+    def _on_tick(self, now_nanoseconds: int, intervals: list[CapacityRecord]) -> None:
         for interval in intervals:
             self._writer.submit(interval)
             self._metrics.on_interval(
@@ -379,19 +313,8 @@ class Recorder:
                 interval.num_emitted_tokens,
                 interval.busy_nanoseconds,
             )
-        if self._accounting.has_energy_source:
-            self._metrics.on_energy(
-                self._accounting.energy_source, measured, self._accounting.energy_answers
-            )
         self._metrics.on_ledger(self._writer.status())
-        if now / 1e9 >= self._heartbeat_at:
-            self._heartbeat_at = now / 1e9 + _HEARTBEAT_SECONDS
-            self._writer.submit(replace(self._instance, last_seen_at=self._clock.utc(now)))
-
-
-@contextlib.contextmanager
-def _never_failing(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        _log.error("telemetry failed at %s", what, exc_info=True)
+        if now_nanoseconds / 1e9 >= self._heartbeat_at:
+            self._heartbeat_at = now_nanoseconds / 1e9 + _HEARTBEAT_SECONDS
+            seen_at = self._clock.utc(now_nanoseconds)
+            self._writer.submit(replace(self._instance, last_seen_at=seen_at))

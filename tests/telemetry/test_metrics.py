@@ -34,7 +34,7 @@ def _exercise(rig: Rig) -> None:
     rig.finish(request)
     rig.recorder.on_refused("x", status_code="INVALID_ARGUMENT", reason="invalid", error="no")
     rig.recorder.on_audit(AuditFinding("r", Verdict.EXACT, 1, 0, None, None, None, 0.1))
-    rig.recorder._tick()
+    rig.recorder._live.tick()
 
 
 def test_a_run_emits_the_declared_metrics_with_their_units_and_attributes(tmp_path: Path) -> None:
@@ -110,15 +110,15 @@ def test_an_energy_counter_that_stops_answering_shows(tmp_path: Path) -> None:
     counter = Counter()
     with recording_rig(tmp_path) as rig:
         meter = EnergyMeter(counter, 0)
-        rig.recorder._accounting._energy = meter
+        rig.recorder._live._accounting._energy = meter
         counter.value = 2_000_000
-        rig.recorder._tick()
+        rig.recorder._live.tick()
         found = rig.metrics()
         assert found["tandem.energy"].data.data_points[0].value == pytest.approx(2.0)
         assert found["tandem.energy.source_up"].data.data_points[0].value == 1
         counter.value = None
         meter.poll(10**18)
-        rig.recorder._tick()
+        rig.recorder._live.tick()
         assert rig.metrics()["tandem.energy.source_up"].data.data_points[0].value == 0
 
 

@@ -111,7 +111,8 @@ def test_a_killed_server_is_closed_at_the_next_start_and_its_cost_still_reconcil
         first_instance = rig.recorder._instance.instance_id
         # As kill -9 leaves it: neither intervals nor a farewell are written.
         rig.recorder._writer.close()
-        rig.recorder._closing.set()
+        rig.recorder._live._closing.set()
+        rig.recorder._is_closed = True
     with recording_rig(tmp_path) as rig:
         time.sleep(0.2)
     assert running.request_id == "running"
@@ -133,21 +134,21 @@ def test_the_engine_thread_only_queues_a_step(
 ) -> None:
     with recording_rig(tmp_path) as rig:
         threads: set[int] = set()
-        real = rig.recorder._accounting.on_step
+        real = rig.recorder._live._accounting.on_step
 
         def on_step(stats: StepStats) -> None:
             threads.add(threading.get_ident())
             real(stats)
 
-        monkeypatch.setattr(rig.recorder._accounting, "on_step", on_step)
+        monkeypatch.setattr(rig.recorder._live._accounting, "on_step", on_step)
         request = rig.begin()
-        with rig.recorder._lock:  # telemetry is busy; the engine must not wait for it
+        with rig.recorder._live._lock:  # telemetry is busy; the engine must not wait for it
             rig.run_step("r")
         deadline = time.monotonic() + 10
         while not threads and time.monotonic() < deadline:
             time.sleep(0.01)
         rig.finish(request)
-    assert threads == {rig.recorder._thread.ident}
+    assert threads == {rig.recorder._live._thread.ident}
 
 
 def test_audits_are_filed(tmp_path: Path) -> None:
