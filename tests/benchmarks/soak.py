@@ -212,8 +212,9 @@ def _soak(folder: Path, seconds: float, rate: float) -> dict[str, object]:
         "TANDEM_KEEPALIVE_TIMEOUT_SECONDS": "1",
         "TANDEM_KV_CACHE_MEMORY": "2e7",  # touched in full within the first minute
         "TANDEM_LOG_LEVEL": "WARNING",
-        # torch keeps compiled kernels by shape; a small cache is full early and hides no leak.
+        # torch keeps kernels by shape, up to 1,024 each; small caches are full early and hide no leak
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+        "LRU_CACHE_CAPACITY": "16",
     }
     command = [str(Path(sys.executable).with_name("tandem")), "serve"]
     server = subprocess.Popen(
