@@ -212,7 +212,7 @@ def _soak(folder: Path, seconds: float, rate: float) -> dict[str, object]:
         "TANDEM_KEEPALIVE_TIMEOUT_SECONDS": "1",
         "TANDEM_KV_CACHE_MEMORY": "2e7",  # touched in full within the first minute
         "TANDEM_LOG_LEVEL": "WARNING",
-        # torch keeps kernels by shape, up to 1,024 each; small caches are full early and hide no leak
+        # torch keeps kernels by shape, 1,024 in each cache; small ones are full early
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
         "LRU_CACHE_CAPACITY": "16",
     }
