@@ -115,9 +115,9 @@ def open_recorder(config: RecorderConfig, info: ModelInfo, telemetry: Telemetry)
 
 
 def model_record(info: ModelInfo) -> ModelRecord:
-    """What the ledger keeps of a loaded model."""
+    """What the ledger keeps of a loaded model; a path that is too long for its column is cut."""
     return ModelRecord(
-        name=info.name,
+        name=info.name[:512],
         fingerprint=info.fingerprint,
         dtype=info.dtype,
         device=info.device,

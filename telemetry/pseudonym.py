@@ -34,7 +34,7 @@ class TenantKey:
         """None for the empty name: the caller is not known."""
         if not tenant:
             return None
-        digest = hmac.new(self.secret, tenant.encode(), hashlib.sha256).hexdigest()
+        digest = hmac.new(self.secret, tenant.encode(errors="replace"), hashlib.sha256).hexdigest()
         return TenantRecord(digest[:_HEX_DIGITS], self.key_id)
 
 

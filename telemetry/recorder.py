@@ -30,12 +30,18 @@ from telemetry.ledger.records import (
     TokenCounts,
     new_record_id,
 )
+from telemetry.ledger.rows import MAX_ERROR_CHARACTERS, MAX_REQUEST_ID_CHARACTERS
 from telemetry.ledger.writer import LedgerWriter
 from telemetry.live_accounts import LiveAccounts, never_failing
 from telemetry.metrics import Metrics
 from telemetry.pseudonym import TenantKey
 from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
-from telemetry.summaries import sampling_summary, span_attributes
+from telemetry.summaries import (
+    bounded_labels,
+    bounded_text,
+    sampling_summary,
+    span_attributes,
+)
 from telemetry.tracing import RequestTrace
 
 _log = logging.getLogger(__name__)
@@ -109,7 +115,7 @@ class Recorder:
             num_prompt_tokens=len(request.prompt_token_ids),
             variant=variant,
             tenant=self._tenant_key.pseudonym(request.tenant),
-            labels=dict(labels),
+            labels=bounded_labels(labels),
             trace=trace,
         )
         self._live.open(open_request)
@@ -125,7 +131,7 @@ class Recorder:
                 tenant=open_request.tenant,
                 price=self._live.price,
                 num_prompt_tokens=open_request.num_prompt_tokens,
-                labels=dict(labels),
+                labels=dict(open_request.labels),
                 trace_id=trace.trace_id if trace else None,
             )
         )
@@ -150,7 +156,7 @@ class Recorder:
             accepted_per_position=tuple(stats.accepted_per_position),
             drafter=self._drafter(stats.drafter),
             finish_reason=str(stats.finish_reason),
-            error=stats.error,
+            error=None if stats.error is None else bounded_text(stats.error, MAX_ERROR_CHARACTERS),
             estimated_cost_without_speculation_nano_usd=without_speculation,
         )
         durable = self._writer.submit(record)
@@ -174,7 +180,8 @@ class Recorder:
         if outcome is Outcome.COMPLETED:
             raise ValueError("a request that was lost cannot have the status OK")
         record = replace(
-            self._record(open_request, outcome, status_code, latency, cost), error=error
+            self._record(open_request, outcome, status_code, latency, cost),
+            error=bounded_text(error, MAX_ERROR_CHARACTERS),
         )
         self._writer.submit(record)
         with never_failing("metrics of a lost request"):
@@ -196,6 +203,7 @@ class Recorder:
     ) -> None:
         """See Recording."""
         record_id = new_record_id()
+        request_id = bounded_text(request_id, MAX_REQUEST_ID_CHARACTERS)
         now = self._clock.utc(self._clock.now_nanoseconds())
         with self._lock:
             attempt = self._next_attempt(request_id) if request_id else 1
@@ -213,9 +221,9 @@ class Recorder:
                 counts=TokenCounts(num_prompt_tokens=num_prompt_tokens),
                 model=self._model,
                 tenant=self._tenant_key.pseudonym(tenant),
-                labels=dict(labels or {}),
+                labels=bounded_labels(labels or {}),
                 trace_id=trace_id,
-                error=error,
+                error=bounded_text(error, MAX_ERROR_CHARACTERS),
             )
         )
         with never_failing("metrics of a refused request"):

@@ -1,6 +1,8 @@
 """What the ledger and the spans keep of a request's parameters and results. Pure."""
 
-from engine.request import GenerationRequest
+from collections.abc import Mapping
+
+from engine.request import MAX_LABEL_CHARACTERS, MAX_LABELS, GenerationRequest
 from engine.stats import RequestStats
 from telemetry import names
 from telemetry.ledger.records import RequestCost, SamplingSummary
@@ -39,3 +41,16 @@ def span_attributes(stats: RequestStats, cost: RequestCost) -> dict[str, str | i
     if cost.energy_microjoules is not None:
         attributes[names.ATTR_ENERGY_MICROJOULES] = cost.energy_microjoules
     return attributes
+
+
+def bounded_text(text: str, max_characters: int) -> str:
+    """What a column of that length takes from a caller that may send anything."""
+    return text.replace("\x00", "").encode(errors="replace").decode()[:max_characters]
+
+
+def bounded_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels as the ledger can keep them, also of a request that was refused because of them."""
+    return {
+        bounded_text(key, MAX_LABEL_CHARACTERS): bounded_text(value, MAX_LABEL_CHARACTERS)
+        for key, value in list(labels.items())[:MAX_LABELS]
+    }

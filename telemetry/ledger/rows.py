@@ -14,6 +14,7 @@ from telemetry.ledger.records import (
 )
 
 MAX_ERROR_CHARACTERS = 512
+MAX_REQUEST_ID_CHARACTERS = 160
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 

@@ -59,6 +59,25 @@ def test_refused_and_lost_requests_are_rows_too(tmp_path: Path) -> None:
     assert lost.cost_nano_usd > 0
 
 
+def test_nothing_that_a_caller_sends_keeps_its_refusal_out_of_the_ledger(
+    ledger_url: str, tmp_path: Path
+) -> None:
+    with recording_rig(tmp_path, url=ledger_url) as rig:
+        for request_id in ("x" * 5_000, "a\x00b", "\ud800", "same", "same"):
+            rig.recorder.on_refused(
+                request_id,
+                status_code="INVALID_ARGUMENT",
+                reason="invalid",
+                error="labels: \x00" + "y" * 5_000,
+                tenant="t\x00\ud800",
+                labels={f"k\x00{n}" * 50: "\ud800" * 500 for n in range(100)},
+            )
+        lost = rig.begin("lost")
+        rig.recorder.on_lost(lost, status_code="INTERNAL", error="\x00" * 10 + "z" * 5_000)
+    assert len(rig.requests()) == 6
+    assert not list((tmp_path / "journal").glob("aside-*"))
+
+
 def test_tenants_are_pseudonyms_that_stay_the_same_over_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         with recording_rig(tmp_path) as rig:
