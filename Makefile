@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 EXTRAS ?= postgresql,report,delta
 ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"], sep=",")')
@@ -33,7 +34,7 @@ demo: $(STAMP) ## run the main job on a real model and check every token
 	$(PY) -m service.demo
 
 test: check ## lint, types and contracts, then all tests that need no model
-	$(PY) -m pytest -q -m "not model and not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m "not model and not slow"
 
 test-model: $(STAMP) ## the tests that run the real model, which is pulled first
 	$(VENV)/bin/tandem models pull smollm2-135m-instruct
