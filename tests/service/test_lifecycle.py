@@ -73,7 +73,7 @@ async def test_stopping_finishes_live_streams_and_refuses_new_ones() -> None:
     engine = FakeEngine(step_seconds=0.02)
     async with running_server(engine) as running:
         request = text_request()
-        request.stopping.max_tokens = 30
+        request.stopping.max_tokens = 180  # longer than the last writes are given
         live = asyncio.ensure_future(read_all(running, request))
         await wait_until(lambda: running.server.num_live_requests == 1)
         stopping = asyncio.ensure_future(running.server.stop(10))
@@ -83,7 +83,7 @@ async def test_stopping_finishes_live_streams_and_refuses_new_ones() -> None:
         events = await live
         await stopping
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert events[-1].finished.usage.num_output_tokens == 30
+    assert events[-1].finished.usage.num_output_tokens == 180
     assert running.recording.is_closed
 
 
