@@ -64,13 +64,13 @@ def test_the_server_accepts_the_values(
 
 
 def test_every_command_exists_with_its_options(resources: list[Resource]) -> None:
-    num_commands = 0
+    commands = set()
     for pod in pods(resources):
         for container in pod.ours():
             assert "command" not in container  # the image's entry point is `tandem`
             _parse(container["args"])
-            num_commands += 1
-    assert num_commands >= 5
+            commands.add(container["args"][0])
+    assert commands >= {"serve", "export", "ledger"}
 
 
 def _parse(arguments: list[str]) -> None:
