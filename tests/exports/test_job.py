@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from exports.errors import ReconciliationError, SourceError
 from exports.extract import DayTotals, LedgerSource
+from exports.facts import LATENCY_BOUNDS_SECONDS
 from exports.job import ExportOptions, ExportSummary, run_export
 from exports.schemas import (
     DIMENSIONS,
@@ -132,6 +133,16 @@ def test_latency_buckets_add_up_and_hold_their_values(ledger: LedgerFill, tmp_pa
     [bucket] = [row for row in ttft if row["num_requests"] == 2]
     assert bucket["upper_seconds"] / 1.071 < 0.0123 <= bucket["upper_seconds"]
     assert sum(row["num_requests"] for row in rows if row["metric"] == "e2e") == 6
+
+
+def test_a_value_on_a_bound_is_in_the_bucket_that_the_bound_ends(
+    ledger: LedgerFill, tmp_path: Path
+) -> None:
+    bound = LATENCY_BOUNDS_SECONDS[100]
+    ledger.request(ttft_seconds=bound)
+    export(ledger, tmp_path / "out")
+    rows = read(tmp_path / "out", "fact_latency_histogram").to_pylist()
+    assert [row["upper_seconds"] for row in rows if row["metric"] == "ttft"] == [bound]
 
 
 def test_a_second_run_without_news_publishes_nothing(ledger: LedgerFill, tmp_path: Path) -> None:
