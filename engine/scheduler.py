@@ -13,7 +13,7 @@ so the smallest pool makes progress.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.block_pool import OutOfBlocksError
@@ -93,7 +93,7 @@ class Scheduler:
                 plan.append(planned)
                 budget -= planned.num_tokens + planned.max_drafts
         while budget > 0 and self.waiting and self.cache.num_free_rows:
-            live = self._ranked(self.waiting.values(), now)[0]
+            live = min(self.waiting.values(), key=self._rank(now))
             if not self._admit(live, now):
                 break
             planned = self._plan_row(live, budget, 0, plan, now)
@@ -104,6 +104,10 @@ class Scheduler:
         return plan
 
     def _ranked(self, requests: Iterable[LiveRequest], now: float) -> list[LiveRequest]:
+        return sorted(requests, key=self._rank(now))
+
+    def _rank(self, now: float) -> Callable[[LiveRequest], tuple[int, int, float, str]]:
+        """The order of requests: what comes first runs first."""
         rows_of = Counter(live.request.tenant for live in self.running.values())
 
         def rank(live: LiveRequest) -> tuple[int, int, float, str]:
@@ -113,7 +117,7 @@ class Scheduler:
             share = rows_of[request.tenant] if live.row is None else 0
             return (-level, share, request.arrived_at, request.request_id)
 
-        return sorted(requests, key=rank)
+        return rank
 
     def _plan_row(
         self, live: LiveRequest, budget: int, max_drafts: int, plan: list[PlannedRow], now: float

@@ -32,7 +32,10 @@ class RowStepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One engine step. Rows are those that computed at least one position."""
+    """One engine step. Rows are those that computed at least one position.
+
+    num_preemptions counts since the engine's start; all other numbers are of this step.
+    """
 
     step_index: int
     started_at: float
