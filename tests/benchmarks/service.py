@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -92,15 +93,16 @@ async def through_grpc(settings: ServiceSettings, num_tokens: int) -> float:
 
 
 def overhead(folder: Path) -> dict[str, object]:
-    """Alternating runs, best of each: both are then free of what else the machine does."""
+    """Runs in turn; the ratio is the median over pairs, so that a busy moment counts once."""
     settings, is_real = _settings(folder)
     num_tokens = 48 if is_real else 400
     alone, through = [], []
-    for _ in range(3):
+    for _ in range(5):
         alone.append(engine_alone(settings, num_tokens))
         through.append(asyncio.run(through_grpc(settings, num_tokens)))
+    ratios = [t / a for a, t in zip(alone, through, strict=True)]
     return {
-        "through_grpc_over_engine": max(through) / max(alone),
+        "through_grpc_over_engine": statistics.median(ratios),
         "overhead": {
             "model": Path(settings.target).name,
             "streams": NUM_STREAMS,
