@@ -166,10 +166,13 @@ class Server:
         """Refuse new requests, let live ones finish within the grace period, flush, end."""
         self._is_draining = True
         await self._health.close()
+        # Said at once: a channel with a live stream takes its next requests elsewhere.
+        goaway = asyncio.create_task(self._grpc.stop(grace_seconds))
         is_done = await self._open_calls.wait_for_none(grace_seconds)
         if not is_done:
             _log.warning("ending %d calls", len(self._open_calls))
         await self._grpc.stop(_LAST_WRITES_SECONDS if is_done else None)
+        await goaway
         await self._wait_for_rows()
         if not await self._engine.stop(_ENGINE_STOP_SECONDS):
             _log.error("the engine did not leave its step")

@@ -72,3 +72,16 @@ NO_PADDING = Padding(tokens=1, query_rows=1, keys=1)
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def round_to_bucket(value: int, multiple: int) -> int:
+    """Up to a multiple, and to one of at most eight sizes per doubling.
+
+    Kernels are built and kept per size. A server that meets every size from 1 to its budget
+    would build and keep as many; an eighth of padding at most is the price of a few dozen.
+    """
+    if multiple == 1:
+        return value
+    while value > 16 * multiple:
+        multiple *= 2
+    return round_up(value, multiple)

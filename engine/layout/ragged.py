@@ -13,7 +13,14 @@ from collections.abc import Sequence
 import torch
 
 from engine.kv_cache import KVCache
-from engine.layout.plan import AttentionGroup, ForwardPlan, ForwardRow, Padding, round_up
+from engine.layout.plan import (
+    AttentionGroup,
+    ForwardPlan,
+    ForwardRow,
+    Padding,
+    round_to_bucket,
+    round_up,
+)
 
 _MAX_SHARED_WIDTH = 16  # wider rows (chunks of prompts) get a kernel call of their own
 
@@ -34,11 +41,11 @@ def plan_forward(rows: Sequence[ForwardRow], cache: KVCache, padding: Padding) -
         slots.extend(cache.slots(forward_row.row, forward_row.start, stop))
         logit_index.extend(range(len(input_ids) - forward_row.num_logits, len(input_ids)))
     num_tokens = len(input_ids)
-    num_padding = round_up(num_tokens, padding.tokens) - num_tokens
+    num_padding = round_to_bucket(num_tokens, padding.tokens) - num_tokens
     input_ids.extend([0] * num_padding)
     position_ids.extend([0] * num_padding)
     num_logits = len(logit_index)
-    logit_index.extend([0] * (round_up(num_logits, padding.tokens) - num_logits))
+    logit_index.extend([0] * (round_to_bucket(num_logits, padding.tokens) - num_logits))
 
     groups: list[AttentionGroup] = []
     output_index = [0] * len(input_ids)

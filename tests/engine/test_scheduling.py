@@ -181,7 +181,7 @@ def test_waiting_raises_a_priority() -> None:
 def test_a_tenant_with_many_requests_does_not_keep_out_another() -> None:
     engine = tiny_engine(max_num_rows=3)
     crowd = [request(f"crowd{n}", [5], tenant="crowd", arrived_at=1.0) for n in range(10)]
-    outcome = run(engine, [*crowd, request("single", [5], tenant="other", arrived_at=2.0)])
+    outcome = run(engine, [*crowd, request("single", [5], tenant="other", arrived_at=1.0)])
     first = first_steps(outcome)
     assert first["single"] <= sorted(first[f"crowd{n}"] for n in range(10))[1]
 

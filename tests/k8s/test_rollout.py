@@ -97,11 +97,6 @@ async def test_a_rolling_update_fails_no_request_and_changes_no_token(tmp_path: 
             server.kill()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a server that drains says GOAWAY only once its last call has ended, so a channel with "
-    "a live stream keeps asking it and is refused",
-)
 async def test_a_channel_with_a_long_stream_gets_its_next_request_from_another_server(
     tmp_path: Path,
 ) -> None:
