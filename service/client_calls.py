@@ -102,6 +102,7 @@ def build_request(
     top_p: float | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    ignore_eos: bool = False,
     num_completions: int | None = None,
     speculation: bool | None = None,
     drafter: str = "",
@@ -121,7 +122,9 @@ def build_request(
     request.sampling.MergeFrom(
         pb.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     )
-    request.stopping.MergeFrom(pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop))
+    request.stopping.MergeFrom(
+        pb.StoppingParams(max_tokens=max_tokens, stop_strings=stop, ignore_eos=ignore_eos)
+    )
     mode = pb.SpeculationOptions.MODE_UNSPECIFIED
     if speculation is not None:
         mode = pb.SpeculationOptions.MODE_ON if speculation else pb.SpeculationOptions.MODE_OFF

@@ -220,7 +220,7 @@ def target_calls(dtype: str) -> dict[str, Any]:
 
     outputs, _, _, _ = run_all(engine, requests("off"))
     scripted = {request_id.replace("off", "on"): ids for request_id, ids in outputs.items()}
-    drafter = ScriptedDrafter(scripted, period=7)
+    drafter = ScriptedDrafter(scripted, period=12)
     found: dict[str, Any] = {}
     for num_rows in (1, 4, 8):
         engine = make_engine(dtype, num_rows, max_draft_tokens=CALL_DRAFTS)

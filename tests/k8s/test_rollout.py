@@ -48,9 +48,16 @@ class Load:
                 self.num_done += 1
 
 
-async def _ask(client: AsyncClient, prompt: str, num_tokens: int) -> GenerationResult:
+async def _ask(
+    client: AsyncClient, prompt: str, num_tokens: int, *, ignore_eos: bool = False
+) -> GenerationResult:
     return await client.generate(
-        prompt, max_tokens=num_tokens, temperature=0.7, seed=5, timeout_seconds=240
+        prompt,
+        max_tokens=num_tokens,
+        temperature=0.7,
+        seed=5,
+        ignore_eos=ignore_eos,
+        timeout_seconds=240,
     ).result()
 
 
@@ -106,7 +113,9 @@ async def test_a_channel_with_a_long_stream_gets_its_next_request_from_another_s
         await asyncio.gather(*(server.start() for server in servers))
         async with forwarder(1) as front, AsyncClient(front.addresses[0]) as client:
             front.ports = [servers[0].port]
-            long = asyncio.create_task(_ask(client, "the quick", LONG_STREAM_TOKENS))
+            long = asyncio.create_task(
+                _ask(client, "the quick", LONG_STREAM_TOKENS, ignore_eos=True)
+            )
             await _ask(client, "a", 2)
             front.ports = [servers[1].port]
             leaving = asyncio.create_task(servers[0].terminate())
