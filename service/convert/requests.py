@@ -106,6 +106,8 @@ def read_chat(chat: pb.Chat) -> orders.ChatPrompt:
 def _read_message(message: pb.ChatMessage, path: str) -> Mapping[str, object]:
     if message.role not in _ROLES:
         raise RequestError(f"{path}.role", "must be system, user, assistant or tool")
+    if message.role == pb.ROLE_USER and not message.content.strip():
+        raise RequestError(f"{path}.content", "must not be empty")
     entry: dict[str, object] = {"role": _ROLES[message.role], "content": message.content}
     if message.tool_calls:
         entry["tool_calls"] = [

@@ -81,6 +81,14 @@ WRONG: list[tuple[str, Change]] = [
     ("labels[k]", lambda r: r.labels.update({"k": "v" * 65})),
     ("chat.messages", lambda r: r.chat.SetInParent()),
     ("chat.messages[0].role", lambda r: r.chat.messages.add(content="hello")),
+    ("chat.messages[0].content", lambda r: r.chat.messages.add(role=pb.ROLE_USER)),
+    (
+        "chat.messages[1].content",
+        lambda r: (
+            r.chat.messages.add(role=pb.ROLE_USER, content="hello"),
+            r.chat.messages.add(role=pb.ROLE_USER, content=" \n"),
+        ),
+    ),
     (
         "chat.messages[0].content",
         lambda r: r.chat.messages.add(role=pb.ROLE_USER, content="<eos>"),
