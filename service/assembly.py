@@ -1,7 +1,7 @@
 """The one place that puts a server together out of its settings."""
 
-import logging
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from engine.engine import Engine
 from engine.loader import load_tokenizer
 from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
 from service.app import Parts, Server
+from service.calls import CallTraceFilter
 from service.models import ModelError, resolve_model
 from service.recording import open_recording, open_telemetry
 from service.security import AccessFileError, ListedAccess, OpenAccess, SubjectFinder
 from service.settings import ServiceSettings
+from telemetry.logs import configure_logging
 
 _WARM_UP_TOKENS = 8
 
@@ -28,10 +30,10 @@ class SetUpError(RuntimeError):
 def set_up_logs(settings: ServiceSettings) -> None:
     """Logs to standard error, without the progress bars of libraries."""
     disable_progress_bar()
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    as_json = settings.log_format == "json" or (
+        settings.log_format == "auto" and not sys.stderr.isatty()
     )
+    configure_logging(settings.log_level, as_json=as_json, filters=[CallTraceFilter()])
 
 
 def assemble(settings: ServiceSettings) -> Server:

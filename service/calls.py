@@ -1,6 +1,7 @@
 """Who calls: what the interceptor finds out about a call and the servicer reads."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,3 +62,13 @@ class OpenCalls:
 
 
 current_call: ContextVar[CallInfo] = ContextVar("current_call")
+
+
+class CallTraceFilter(logging.Filter):
+    """Gives what is logged while a call is handled the id of the call's trace."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        call = current_call.get(None)
+        if call is not None and not hasattr(record, "trace_id"):
+            record.trace_id = call.span.trace_id
+        return True

@@ -6,7 +6,7 @@ Durations are in seconds and sizes in bytes unless the name says otherwise.
 import ipaddress
 from decimal import Decimal
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -91,7 +91,8 @@ class ServiceSettings(BaseSettings):
     purchase: str = "on_demand"
     home: Path = Path("~/.cache/tandem")
 
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    log_format: Literal["auto", "json", "text"] = "auto"  # auto: text on a terminal, else JSON
 
     @model_validator(mode="after")
     def _check_listening(self) -> Self:

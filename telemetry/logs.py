@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import IO, Any
 
@@ -99,22 +99,41 @@ class RateLimit(logging.Filter):
             return True
 
 
-def configure_logging(
-    level: str = "INFO", *, as_json: bool = True, stream: IO[str] | None = None
-) -> None:
-    """Send the process's log to `stream` (default: stderr); replaces earlier handlers.
+class _Handler(logging.StreamHandler[Any]):
+    """Writes to a stream, or to whatever standard error is at the time."""
 
-    Raises ValueError for an unknown level.
+    def __init__(self, stream: IO[str] | None) -> None:
+        logging.Handler.__init__(self)
+        self._given = stream
+
+    @property
+    def stream(self) -> Any:
+        return self._given or sys.stderr
+
+
+def configure_logging(
+    level: str = "INFO",
+    *,
+    as_json: bool = True,
+    stream: IO[str] | None = None,
+    filters: Iterable[logging.Filter] = (),
+) -> None:
+    """Send the process's log to `stream` (default: standard error), as lines of JSON or of text.
+
+    A second call replaces the first. `filters` see every record before it is written and may add
+    a `trace_id`. Raises ValueError for an unknown level.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _Handler(stream)
     handler.addFilter(RateLimit())
+    for item in filters:
+        handler.addFilter(item)
     if as_json:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(name)s: %(message)s"))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    root.handlers[:] = [*(h for h in root.handlers if not isinstance(h, _Handler)), handler]
 
 
 def _trace_ids(record: logging.LogRecord) -> dict[str, str]:

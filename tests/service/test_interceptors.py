@@ -1,6 +1,10 @@
 """Every call is traced with the status that its client got."""
 
 import asyncio
+import io
+import json
+import logging
+import sys
 from contextlib import aclosing
 
 import pytest
@@ -10,9 +14,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from service.assembly import set_up_logs
 from service.async_client import AsyncClient
 from service.client_calls import TandemError
 from service.pb import generation_pb2 as pb
+from service.prompts import PromptEncoder
+from service.settings import ServiceSettings
 from telemetry import names
 from tests.fakes import FakeEngine
 from tests.service.serving import running_server
@@ -73,3 +80,30 @@ async def test_spans_of_a_request_belong_to_its_call_and_hold_no_text(
     assert len({span.context.trace_id for span in calls}) == 4
     for span in spans.get_finished_spans():
         assert "private" not in span.to_json()
+
+
+async def test_what_a_call_logs_is_json_with_the_id_of_its_trace(
+    spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise RuntimeError("planted")
+
+    root, stderr = logging.getLogger(), io.StringIO()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(PromptEncoder, "encode", fail)
+    try:
+        set_up_logs(ServiceSettings())
+        async with running_server() as running:
+            with pytest.raises(aio.AioRpcError):
+                await running.stub.Tokenize(pb.TokenizeRequest(text="private words"))
+            await wait_until(lambda: len(_calls(spans)) == 1)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    lines = [json.loads(line) for line in stderr.getvalue().splitlines()]
+    (line,) = [line for line in lines if line["level"] == "error"]
+    (call,) = spans.get_finished_spans()
+    assert line["trace_id"] == format(call.context.trace_id, "032x")
+    assert line["error"]["type"] == "RuntimeError"
+    assert "private words" not in stderr.getvalue()

@@ -75,3 +75,16 @@ def test_a_noisy_call_site_is_cut_and_says_how_much_was_left_out() -> None:
     record = emit()
     assert limit.filter(record)
     assert json.loads(JsonFormatter().format(record))["suppressed"] == 2
+
+
+def test_a_second_configuration_replaces_the_first_and_unknown_levels_are_refused(
+    output: io.StringIO,
+) -> None:
+    second = io.StringIO()
+    configure_logging("WARNING", as_json=False, stream=second)
+    logging.getLogger("a").info("not important")
+    logging.getLogger("a").warning("once")
+    assert output.getvalue() == ""
+    assert second.getvalue().endswith("WARNING  a: once\n")
+    with pytest.raises(ValueError, match="LOUD"):
+        configure_logging("loud")
