@@ -14,7 +14,7 @@ from rich.table import Table
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from telemetry.ledger.journal import JournalError
+from telemetry.ledger.journal import JournalError, JournalLockedError
 from telemetry.ledger.queries import check_ledger, ledger_stats
 from telemetry.ledger.replay import replay_journal
 from telemetry.ledger.retention import RetentionError, prune
@@ -146,20 +146,19 @@ def replay_journal_command(
     ] = None,
 ) -> None:
     """Write what waits in journals to the ledger; those of running servers are left alone."""
-    folders = [journal] if journal else sorted((_home() / "journal").glob("*/"))
+    if journal is not None and not journal.is_dir():
+        _errors.print(f"[red]{journal} is no folder[/red]", soft_wrap=True)
+        raise typer.Exit(EXIT_PROBLEM)
     is_complete = True
-    for folder in folders:
-        if not folder.is_dir():
-            _errors.print(f"[red]{folder} is no folder[/red]", soft_wrap=True)
-            raise typer.Exit(EXIT_PROBLEM)
-        try:
-            with _failures_told():
+    for folder in [journal] if journal else sorted((_home() / "journal").glob("*/")):
+        with _failures_told():
+            try:
                 replayed = replay_journal(_url(ledger), folder)
-        except typer.Exit:
-            if journal is not None:
-                raise
-            is_complete = False
-            continue
+            except JournalLockedError:
+                if journal is not None:
+                    raise
+                _console.print(f"{folder}: left to the server that runs", soft_wrap=True)
+                continue
         is_complete = is_complete and replayed.is_complete
         _console.print(
             f"{folder}: {replayed.num_records} records written, {replayed.num_set_aside} set aside",

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.stats import ModelInfo
 from service.settings import ServiceSettings
 from telemetry.assembly import RecorderConfig, open_recorder
-from telemetry.ledger.journal import JournalError
+from telemetry.ledger.journal import JournalLockedError
 from telemetry.otel import OtelConfig, Telemetry, start_telemetry
 from telemetry.prices import PriceSchedule, fixed_price, read_price_book, schedule_of
 from telemetry.pseudonym import load_or_create_key
@@ -78,7 +78,7 @@ def _first_free(
         folder = journals / str(index)
         try:
             return open_recorder(replace(config, journal_folder=folder), info, telemetry)
-        except JournalError:
+        except JournalLockedError:
             _log.debug("%s belongs to another server", folder)
     last = journals / str(_MAX_JOURNALS - 1)
     return open_recorder(replace(config, journal_folder=last), info, telemetry)

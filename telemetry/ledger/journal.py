@@ -29,6 +29,10 @@ class JournalError(RuntimeError):
     """The journal cannot be used; the message says why and what to do."""
 
 
+class JournalLockedError(JournalError):
+    """A server that runs holds the folder."""
+
+
 class JournalFullError(JournalError):
     """Appending would go beyond the size cap."""
 
@@ -45,7 +49,7 @@ class SegmentContent:
 class Journal:
     """Exclusive owner of a journal folder. One thread at a time.
 
-    Raises JournalError when another process holds the folder: two servers never share one.
+    Raises JournalLockedError when another process holds the folder: two servers never share one.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = 1 << 30) -> None:
@@ -57,7 +61,7 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise JournalError(
+            raise JournalLockedError(
                 f"the ledger journal {folder} belongs to a server that runs; "
                 "give each server a folder of its own"
             ) from error

@@ -21,7 +21,7 @@ class Replayed:
 def replay_journal(url: str, folder: Path, *, timeout_seconds: float = 300.0) -> Replayed:
     """Write everything in a journal folder to the ledger, once, and empty the folder.
 
-    Raises JournalError when a server that runs holds the folder, LedgerSchemaError when the
+    Raises JournalLockedError when a server that runs holds the folder, LedgerSchemaError when the
     ledger is not migrated, sqlalchemy.exc.SQLAlchemyError when it does not answer.
     """
     engine = open_ledger(url)

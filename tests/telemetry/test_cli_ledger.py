@@ -69,7 +69,12 @@ def test_all_journals_of_the_home_are_replayed(
     for index in range(2):
         with Journal(tmp_path / "journal" / str(index)) as journal:
             journal.append([request_record(f"r{index}")])
-    assert _call(ledger_url, "replay-journal")[0] == 0
+    with Journal(tmp_path / "journal" / "2") as of_a_running_server:
+        of_a_running_server.append([request_record("r2")])
+        code, output = _call(ledger_url, "replay-journal")
+        assert not of_a_running_server.is_empty
+    assert code == 0
+    assert "2: left to the server that runs" in output
     assert "num_requests 2" in _call(ledger_url, "stats")[1]
 
 
