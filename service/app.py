@@ -139,6 +139,7 @@ class Server:
                 max_unread_messages=self._settings.max_unread_messages,
                 coalesce_tokens=self._settings.coalesce_tokens,
                 coalesce_seconds=self._settings.coalesce_seconds,
+                finish_when_recorded=self._settings.finish_when_recorded,
             ),
             gate=self,
         )

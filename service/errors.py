@@ -154,6 +154,11 @@ def internal(reason: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.INTERNAL, reason, (_reason("ENGINE_ERROR"),))
 
 
+def unrecorded(reason: str) -> ServiceError:
+    """The output was sent, but there is no row to account for it."""
+    return ServiceError(grpc.StatusCode.INTERNAL, reason, (_reason("LEDGER_WRITE_FAILED"),))
+
+
 def as_service_error(error: Exception) -> ServiceError:
     """What a client is told about any exception; unknown ones give nothing away."""
     if isinstance(error, ServiceError):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +11,7 @@ from engine.request import FinishReason, GenerationRequest, TokenDelta
 from engine.stats import RequestStats
 from service import errors
 from service.coalescing import TokenGroups, merge
+from service.durability import wait_until_durable
 from service.engine_thread import EngineGoneError
 from service.intake import Admitted, admit
 from service.live_requests import Arrival, ArrivalQueue, ReaderTooSlowError
@@ -40,6 +42,8 @@ async def generate(
         while not run.is_complete:
             for delta in await run.next_deltas():
                 yield delta
+        if serving.limits.finish_when_recorded:
+            await wait_until_durable(run.rows(), caller.deadline_at)
         yield run.finished()
     finally:
         run.leave()
@@ -58,6 +62,7 @@ class _Completion:
     is_live: bool = True
     is_handed_over: bool = False
     choice: Choice | None = None
+    row: "Future[bool] | None" = None  # of the ledger
 
     @property
     def queue(self) -> ArrivalQueue:
@@ -77,6 +82,7 @@ class _Completion:
         done = self.run.serving.recording.on_finished(
             self.open_request, stats, status_code=status_code
         )
+        self.row = done.durable
         self.run.release(stats.num_prompt_tokens + stats.num_output_tokens)
         return Charge(done.cost.cost_nano_usd, done.cost.energy_microjoules)
 
@@ -245,6 +251,11 @@ class _Run:
                 if completion.choice is not None
             ),
         )
+
+    def rows(self) -> "list[Future[bool]]":
+        """The ledger's rows on their way to the disk."""
+        completions = self._completions.values()
+        return [completion.row for completion in completions if completion.row is not None]
 
     def _end_at_deadline(self) -> None:
         self._cancel(FinishReason.DEADLINE)

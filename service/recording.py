@@ -66,6 +66,7 @@ def open_recording(
         prices=prices(settings),
         version=version(),
         tenant_key=load_or_create_key(home / "tenant.key"),
+        step_span_every=settings.step_span_every if telemetry.is_tracing else 0,
     )
     named = replace(info, name=model_name)
     return _first_free(config, named, telemetry, home / "journal")

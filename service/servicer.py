@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from grpc import aio
@@ -34,6 +35,7 @@ from service.pb import generation_pb2_grpc as pb_grpc
 from service.serving import Caller, Serving
 from service.settings import ServiceSettings
 from service.unary import collect
+from telemetry.tracing import baggage_labels
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -80,7 +82,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         caller = self._caller(call, context)
         try:
             _check_allowed(call, serving, request.model)
-            order = self._read(request)
+            order = _with_baggage_labels(self._read(request), call)
         except Exception as error:
             failure = errors.as_service_error(error)
             record_refusal(serving.recording, failure, request.request_id, {}, caller)
@@ -185,6 +187,14 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             estimated_wait_seconds=serving.admission.estimated_wait_seconds(),
             is_draining=self._lifecycle.is_draining,
         )
+
+
+def _with_baggage_labels(order: GenerationOrder, call: CallInfo) -> GenerationOrder:
+    """Labels that came as W3C baggage count unless the request sets the same ones."""
+    found = baggage_labels(call.span.context)
+    if not found:
+        return order
+    return replace(order, labels=tuple(sorted({**found, **dict(order.labels)}.items())))
 
 
 def _check_allowed(call: CallInfo, serving: Serving, model: str) -> None:

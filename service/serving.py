@@ -32,6 +32,7 @@ class GenerationLimits:
     max_unread_messages: int
     coalesce_tokens: int = 0  # 0: as they come
     coalesce_seconds: float = 0.0
+    finish_when_recorded: bool = False
 
 
 class Gate(Protocol):

@@ -71,6 +71,8 @@ class ServiceSettings(BaseSettings):
     coalesce_seconds: float = Field(default=0, ge=0)
 
     # Transport
+    max_connection_age_seconds: float | None = Field(default=None, gt=0)  # None: for ever
+    max_connection_age_grace_seconds: float = Field(default=600, gt=0)  # for its live streams
     max_concurrent_streams: int = Field(default=1000, ge=1)
     keepalive_seconds: float = Field(default=30, gt=0)
     keepalive_timeout_seconds: float = Field(default=10, gt=0)
@@ -81,10 +83,12 @@ class ServiceSettings(BaseSettings):
 
     # Telemetry
     ledger_url: str | None = None  # None: SQLite under `home`
+    finish_when_recorded: bool = False  # `finished` waits until its ledger row is on disk
     otlp_endpoint: str | None = None
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int | None = Field(default=None, ge=0, le=65535)
     trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    step_span_every: int = Field(default=100, ge=0)  # a span for every n-th engine step; 0: none
     price_per_hour_usd: Decimal = Field(default=Decimal("1.00"), ge=0)  # without a price book
     price_book: Path | None = None
     machine_type: str = "default"

@@ -15,10 +15,12 @@ def channel_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
 
     A second server on the port fails instead of sharing it. A peer that is frozen or gone is
     noticed after keepalive + its timeout, which needs ping_timeout: its default is a minute.
+    A connection that has reached its age takes no new calls, so that clients spread over
+    servers that were added; gRPC varies the age by a tenth.
     """
     keepalive = int(settings.keepalive_seconds * 1000)
     timeout = int(settings.keepalive_timeout_seconds * 1000)
-    return [
+    options: list[tuple[str, Any]] = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_request_bytes),
         ("grpc.max_metadata_size", settings.max_metadata_bytes),
@@ -32,6 +34,16 @@ def channel_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MILLISECONDS),
         ("grpc.http2.max_ping_strikes", 2),
     ]
+    if settings.max_connection_age_seconds is not None:
+        age, grace = (
+            settings.max_connection_age_seconds,
+            settings.max_connection_age_grace_seconds,
+        )
+        options += [
+            ("grpc.max_connection_age_ms", int(age * 1000)),
+            ("grpc.max_connection_age_grace_ms", int(grace * 1000)),
+        ]
+    return options
 
 
 def bind(server: aio.Server, settings: ServiceSettings) -> int:

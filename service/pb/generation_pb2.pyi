@@ -222,7 +222,8 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """For the allocation of cost: at most 16, keys and values at most 64 characters. They become
-        columns of reports, so keep the number of distinct values small.
+        columns of reports, so keep the number of distinct values small. Entries of the call's W3C
+        baggage named `tandem.label.KEY` are labels too, where this field does not have the key.
         """
 
     @_builtins.property
