@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -41,14 +41,16 @@ _LAST_WRITES_SECONDS = 0.5  # for statuses that are on their way; only open Watc
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a server is made of. build_engine runs in the engine's thread and may be slow;
-    open_recording is called once the model is known, close_telemetry last of all."""
+    open_recording is called once the model is known, close_telemetry last of all. reloads are
+    what SIGHUP reads again, by name: each takes over all of it or raises OSError or ValueError;
+    it is given the recording once there is one."""
 
     build_engine: Callable[[], Engine]
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
     open_recording: Callable[[ModelInfo], Recording]
     close_telemetry: Callable[[], None]
     authenticator: Authenticator
-    reload: Callable[[], None] = lambda: None  # reads changeable settings again
+    reloads: Mapping[str, Callable[[Recording | None], None]] = field(default_factory=dict)
 
 
 class Server:
@@ -155,13 +157,14 @@ class Server:
         )
 
     def reload(self) -> None:
-        """Take over changed tenants and quotas; wrong ones are logged and change nothing."""
-        try:
-            self._parts.reload()
-        except (OSError, ValueError) as error:
-            _log.error("not reloaded: %s", error)
-        else:
-            _log.info("reloaded")
+        """Take over changed settings; what is wrong with one is logged and changes nothing."""
+        for name, read in self._parts.reloads.items():
+            try:
+                read(self._recording)
+            except (OSError, ValueError) as error:
+                _log.error("%s not reloaded: %s", name, error)
+            else:
+                _log.info("%s reloaded", name)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new requests, let live ones finish within the grace period, flush, end."""

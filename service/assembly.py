@@ -15,7 +15,7 @@ from engine.request import GenerationRequest, RequestError, SamplingParams, Stop
 from service.app import Parts, Server
 from service.calls import CallTraceFilter
 from service.models import ModelError, resolve_model
-from service.recording import open_recording, open_telemetry
+from service.recording import open_recording, open_telemetry, reload_prices
 from service.security import AccessFileError, ListedAccess, OpenAccess, SubjectFinder
 from service.settings import ServiceSettings
 from telemetry.logs import configure_logging
@@ -65,7 +65,10 @@ def assemble(settings: ServiceSettings) -> Server:
             open_recording=lambda info: open_recording(settings, info, name, telemetry),
             close_telemetry=telemetry.close,
             authenticator=authenticator,
-            reload=authenticator.reload,
+            reloads={
+                "access": lambda _: authenticator.reload(),
+                "prices": lambda recording: reload_prices(settings, recording),
+            },
         ),
         name,
     )

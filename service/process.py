@@ -21,7 +21,7 @@ async def run_until_signal(
     """Listen, load, serve until SIGTERM or SIGINT or a failure; returns the exit status.
 
     The first signal drains for at most grace_seconds, the second one ends the process at once.
-    SIGHUP reads the access file again.
+    SIGHUP reads tenants, quotas and prices again.
     Raises what listening or loading raises.
     """
     stopping = asyncio.Event()

@@ -36,6 +36,13 @@ def prices(settings: ServiceSettings) -> PriceSchedule:
     return schedule_of(book, settings.machine_type, settings.purchase)
 
 
+def reload_prices(settings: ServiceSettings, recording: Recording | None) -> None:
+    """Read the price book again. Raises PriceBookError, a ValueError, or OSError."""
+    schedule = prices(settings)
+    if recording is not None and settings.price_book is not None:
+        recording.reprice(schedule)
+
+
 def open_telemetry(settings: ServiceSettings) -> Telemetry:
     """Start the exporters that are configured. Raises OSError when a port is taken."""
     telemetry = start_telemetry(

@@ -90,7 +90,7 @@ class ServiceSettings(BaseSettings):
     trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
     step_span_every: int = Field(default=100, ge=0)  # a span for every n-th engine step; 0: none
     price_per_hour_usd: Decimal = Field(default=Decimal("1.00"), ge=0)  # without a price book
-    price_book: Path | None = None
+    price_book: Path | None = None  # read again on SIGHUP
     machine_type: str = "default"
     purchase: str = "on_demand"
     home: Path = Path("~/.cache/tandem")

@@ -6,6 +6,7 @@ from engine.stats import StepStats
 from telemetry.cost import CostMeter
 from telemetry.energy import EnergyMeter, IntervalEnergy
 from telemetry.ledger.records import CapacityRecord, PriceRecord, RequestCost
+from telemetry.prices import PriceSchedule
 from telemetry.savings import SavingsEstimator
 
 
@@ -21,6 +22,10 @@ class Accounting:
     def price(self) -> PriceRecord:
         """The price in force."""
         return self._cost.price
+
+    def reprice(self, prices: PriceSchedule, now_nanoseconds: int) -> None:
+        """Other prices from now on."""
+        self._cost.reprice(prices, now_nanoseconds)
 
     @property
     def energy_source(self) -> str:

@@ -125,12 +125,19 @@ class CostMeter:
         self._accounts: dict[str, _Account] = {}
         self._closed: list[CapacityRecord] = []
         self._price_ends: int | None = None
+        self._repricing: tuple[int, PriceSchedule] | None = None  # from when on, to what
         self._interval = self._new_interval(0)
 
     @property
     def price(self) -> PriceRecord:
         """The price in force at the point that the accounts have reached."""
         return self._interval.price
+
+    def reprice(self, prices: PriceSchedule, now_nanoseconds: int) -> None:
+        """Other prices from now on: a step that is running is split exactly here."""
+        since = max(now_nanoseconds, self._cursor)
+        self._repricing = (since, prices)
+        self._price_ends = since if self._price_ends is None else min(since, self._price_ends)
 
     def on_step(self, stats: StepStats) -> list[StepShare]:
         """Charge a step to its rows, and the time since the step before it to idle.
@@ -260,7 +267,12 @@ class CostMeter:
         self._interval = self._new_interval(done.index + (1 if wall else 0))
 
     def _new_interval(self, index: int) -> _Interval:
+        if self._repricing is not None and self._repricing[0] <= self._cursor:
+            self._prices, self._repricing = self._repricing[1], None
         now = self._clock.utc(self._cursor)
         change = self._prices.next_change(now)
-        self._price_ends = None if change is None else self._clock.monotonic_nanoseconds(change)
+        ends = [] if change is None else [self._clock.monotonic_nanoseconds(change)]
+        if self._repricing is not None:
+            ends.append(self._repricing[0])
+        self._price_ends = min(ends, default=None)
         return _Interval(index, self._cursor, self._prices.at(now))

@@ -11,6 +11,7 @@ from telemetry.accounting import Accounting
 from telemetry.clock import AnchoredClock
 from telemetry.ledger.records import CapacityRecord, PriceRecord, RequestCost
 from telemetry.metrics import Metrics
+from telemetry.prices import PriceSchedule
 from telemetry.recording import OpenRequest
 from telemetry.tracing import record_step_span
 
@@ -54,6 +55,11 @@ class LiveAccounts:
     def price(self) -> PriceRecord:
         """The price in force."""
         return self._accounting.price
+
+    def reprice(self, prices: PriceSchedule) -> None:
+        """Other prices from now on."""
+        with self._lock:
+            self._accounting.reprice(prices, self._clock.now_nanoseconds())
 
     def open(self, request: OpenRequest) -> None:
         """Note an open request: while there is one, time outside steps is not yet idle."""

@@ -12,11 +12,16 @@ A price book is a TOML file:
     embodied_per_hour = "0.12"        # optional part of per_hour for manufacture
     valid_from = 2026-01-01T00:00:00Z
     valid_to = 2027-01-01T00:00:00Z   # optional, exclusive
+
+The ledger keeps an entry under the book's version and a digest of what it says: an entry that
+is edited under the same version is another price, and rows of the past keep theirs.
 """
 
+import hashlib
+import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -25,7 +30,10 @@ from typing import Any
 from telemetry.ledger.records import PriceRecord
 
 NANO_USD_PER_USD = 1_000_000_000
+_MAX_VERSION_CHARACTERS = 48  # with the digest the ledger's column is full
+_MAX_MACHINE_TYPE_CHARACTERS = 128
 _PURCHASES = ("on_demand", "spot", "reserved", "owned", "assumed")
+_CURRENCY = re.compile("[A-Z]{3}")
 
 
 class PriceBookError(ValueError):
@@ -68,14 +76,16 @@ def fixed_price(usd_per_hour: str, machine_type: str = "default") -> PriceSchedu
     """One price for all times, for a machine that has no price book; marked as assumed."""
     return PriceSchedule(
         (
-            PriceRecord(
-                book_version="fixed",
-                machine_type=machine_type,
-                purchase="assumed",
-                currency="USD",
-                nano_usd_per_hour=_nano_usd(usd_per_hour, Decimal(1), "per_hour"),
-                embodied_nano_usd_per_hour=0,
-                valid_from=datetime(1970, 1, 1, tzinfo=UTC),
+            _with_digest(
+                PriceRecord(
+                    book_version="fixed",
+                    machine_type=machine_type,
+                    purchase="assumed",
+                    currency="USD",
+                    nano_usd_per_hour=_nano_usd(usd_per_hour, Decimal(1), "per_hour"),
+                    embodied_nano_usd_per_hour=0,
+                    valid_from=datetime(1970, 1, 1, tzinfo=UTC),
+                )
             ),
         )
     )
@@ -90,6 +100,10 @@ def read_price_book(path: Path) -> tuple[PriceRecord, ...]:
     version = document.get("version")
     if not isinstance(version, str) or not version:
         raise PriceBookError(f"{path}: version: must be a text")
+    if len(version) > _MAX_VERSION_CHARACTERS:
+        raise PriceBookError(
+            f"{path}: version: has {len(version)} characters, at most {_MAX_VERSION_CHARACTERS}"
+        )
     entries = document.get("price", [])
     return tuple(_price(version, entry, f"{path}: price[{i}]") for i, entry in enumerate(entries))
 
@@ -112,7 +126,14 @@ def _price(version: str, entry: dict[str, Any], where: str) -> PriceRecord:
     machine_type = entry.get("machine_type")
     if not isinstance(machine_type, str) or not machine_type:
         raise PriceBookError(f"{where}.machine_type: must be a text")
+    if len(machine_type) > _MAX_MACHINE_TYPE_CHARACTERS:
+        raise PriceBookError(
+            f"{where}.machine_type: has {len(machine_type)} characters, "
+            f"at most {_MAX_MACHINE_TYPE_CHARACTERS}"
+        )
     currency = entry.get("currency", "USD")
+    if not isinstance(currency, str) or not _CURRENCY.fullmatch(currency):
+        raise PriceBookError(f"{where}.currency: {currency!r} is no code of three capitals")
     if currency != "USD" and "usd_per_unit" not in entry:
         raise PriceBookError(f"{where}.usd_per_unit: needed for {currency}")
     rate = _decimal(entry.get("usd_per_unit", "1"), f"{where}.usd_per_unit")
@@ -120,18 +141,25 @@ def _price(version: str, entry: dict[str, Any], where: str) -> PriceRecord:
     embodied = _nano_usd(entry.get("embodied_per_hour", "0"), rate, f"{where}.embodied_per_hour")
     if embodied > per_hour:
         raise PriceBookError(f"{where}.embodied_per_hour: is more than per_hour")
-    return PriceRecord(
-        book_version=version,
-        machine_type=machine_type,
-        purchase=purchase,
-        currency=currency,
-        nano_usd_per_hour=per_hour,
-        embodied_nano_usd_per_hour=embodied,
-        valid_from=_instant(entry.get("valid_from"), f"{where}.valid_from"),
-        valid_to=(
-            _instant(entry["valid_to"], f"{where}.valid_to") if "valid_to" in entry else None
-        ),
+    return _with_digest(
+        PriceRecord(
+            book_version=version,
+            machine_type=machine_type,
+            purchase=purchase,
+            currency=currency,
+            nano_usd_per_hour=per_hour,
+            embodied_nano_usd_per_hour=embodied,
+            valid_from=_instant(entry.get("valid_from"), f"{where}.valid_from"),
+            valid_to=(
+                _instant(entry["valid_to"], f"{where}.valid_to") if "valid_to" in entry else None
+            ),
+        )
     )
+
+
+def _with_digest(price: PriceRecord) -> PriceRecord:
+    digest = hashlib.sha256(repr(price).encode()).hexdigest()[:12]
+    return replace(price, book_version=f"{price.book_version}@{digest}")
 
 
 def _instant(value: object, where: str) -> datetime:

@@ -34,6 +34,7 @@ from telemetry.ledger.rows import MAX_ERROR_CHARACTERS, MAX_REQUEST_ID_CHARACTER
 from telemetry.ledger.writer import LedgerWriter
 from telemetry.live_accounts import LiveAccounts, never_failing
 from telemetry.metrics import Metrics
+from telemetry.prices import PriceSchedule
 from telemetry.pseudonym import TenantKey
 from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
 from telemetry.summaries import (
@@ -252,6 +253,10 @@ class Recorder:
         )
         with never_failing("metrics of an audit"):
             self._metrics.on_audit(str(finding.verdict))
+
+    def reprice(self, prices: PriceSchedule) -> None:
+        """See Recording."""
+        self._live.reprice(prices)
 
     def close(self) -> None:
         """See Recording."""

@@ -28,6 +28,7 @@ from telemetry.ledger.records import (
     TenantRecord,
     Verdict,
 )
+from telemetry.prices import PriceSchedule
 from telemetry.tracing import RequestTrace
 
 
@@ -138,6 +139,10 @@ class Recording(Protocol):
 
     def on_audit(self, finding: AuditFinding) -> None:
         """Record a verdict of the equivalence auditor."""
+        ...
+
+    def reprice(self, prices: PriceSchedule) -> None:
+        """Let the machine's time cost what `prices` say, from now on."""
         ...
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from engine.request import (
 from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
 from engine.step import StepOutput
 from telemetry.ledger.records import LatencySummary, RequestCost, SamplingSummary
+from telemetry.prices import PriceSchedule
 from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
 from telemetry.tracing import RequestTrace
 
@@ -206,6 +207,7 @@ class FakeRecording:
     open_requests: dict[str, OpenRequest] = field(default_factory=dict)
     num_steps: int = 0
     is_closed: bool = False
+    prices: list[PriceSchedule] = field(default_factory=list)
 
     def begin(
         self,
@@ -266,6 +268,9 @@ class FakeRecording:
 
     def on_audit(self, finding: AuditFinding) -> None:
         raise AssertionError("no auditor here")
+
+    def reprice(self, prices: PriceSchedule) -> None:
+        self.prices.append(prices)
 
     def close(self) -> None:
         self.is_closed = True

@@ -16,6 +16,10 @@ from tests.fakes import FakeEngine, FakeRecording
 from tests.tiny import tiny_tokenizer
 
 
+def _fail(recording: object) -> None:
+    raise ValueError("a file that cannot be used")
+
+
 async def main(crash: bool) -> int:
     settings = ServiceSettings(port=0)
     engine = FakeEngine(step_seconds=0.02)
@@ -25,6 +29,7 @@ async def main(crash: bool) -> int:
         open_recording=lambda info: FakeRecording(),
         close_telemetry=lambda: None,
         authenticator=OpenAccess(),
+        reloads={"broken": _fail, "prices": lambda recording: print("reloaded", flush=True)},
     )
     server = Server(settings, parts, "tiny")
     tasks: list[asyncio.Task[None]] = []

@@ -158,6 +158,17 @@ def test_sigterm_finishes_the_stream_and_exits_0(process: "subprocess.Popen[str]
     assert process.wait(20) == 0
 
 
+def test_sighup_reads_settings_again_and_a_broken_one_stops_no_other(
+    process: "subprocess.Popen[str]",
+) -> None:
+    from service.client import Client
+
+    with Client(f"127.0.0.1:{_port(process)}") as client:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "reloaded\n"
+        assert client.generate("x", max_tokens=4).result().usage is not None
+
+
 def test_second_signal_ends_at_once(process: "subprocess.Popen[str]") -> None:
     from service.client import Client, TandemError
 

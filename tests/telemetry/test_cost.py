@@ -188,6 +188,31 @@ def test_intervals_end_after_their_time_even_when_nothing_happens() -> None:
     assert accounts.take_closed() == []
 
 
+def test_a_new_price_book_splits_the_step_that_is_running_exactly() -> None:
+    odd = PriceSchedule((replace(PRICE, nano_usd_per_hour=987_654_321, book_version="t2"),))
+    accounts = meter(_three_prices())
+    accounts.on_step(step(0, 10 * SECOND, row("a", 1)))
+    accounts.reprice(odd, 14 * SECOND + 3)  # within the next step, which is accounted for later
+    assert accounts.price.nano_usd_per_hour == 1_234_567_891
+    accounts.on_step(step(12 * SECOND, 6 * SECOND, row("a"), row("b")))
+    assert accounts.price.nano_usd_per_hour == 987_654_321
+    intervals = accounts.close(20 * SECOND)
+    assert [i.wall_nanoseconds for i in intervals] == [14 * SECOND + 3, 6 * SECOND - 3]
+    due = sum(i.wall_nanoseconds * i.price.nano_usd_per_hour for i in intervals if i.price)
+    charged = sum(accounts.finish(name).cost_nano_usd for name in "ab")
+    idle = sum(interval.cost_idle_nano_usd for interval in intervals)
+    assert charged + idle == due // NANOSECONDS_PER_HOUR
+
+
+def test_a_new_price_book_for_a_time_already_accounted_for_begins_now() -> None:
+    accounts = meter()
+    accounts.pass_idle(10 * SECOND)
+    accounts.reprice(fixed_price("9"), 4 * SECOND)
+    intervals = accounts.close(20 * SECOND)
+    assert [i.wall_nanoseconds for i in intervals] == [10 * SECOND, 10 * SECOND]
+    assert intervals[1].cost_idle_nano_usd == 10 * SECOND * 9_000_000_000 // NANOSECONDS_PER_HOUR
+
+
 def test_a_price_book_out_of_date_never_makes_the_machine_free() -> None:
     ended = replace(PRICE, valid_to=PRICE.valid_from + timedelta(days=1))
     assert PriceSchedule((ended,)).at(PRICE.valid_from + timedelta(days=900)) == ended

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.prices import PriceBookError, read_price_book, schedule_of
+from telemetry.prices import PriceBookError, fixed_price, read_price_book, schedule_of
 
 BOOK = """
 version = "2026-11"
@@ -54,12 +54,24 @@ def test_a_book_keeps_every_digit_and_every_price(tmp_path: Path) -> None:
         ('"spot"', '"stolen"', r"price\[2\].purchase"),
         ('"0.12"', '"9.9"', r"price\[0\].embodied_per_hour: is more"),
         ('version = "2026-11"', "", "version"),
+        ("2026-11", "x" * 49, "version: has 49 characters, at most 48"),
+        ('"gpu"', f'"{"x" * 129}"', r"price\[0\].machine_type: has 129 characters"),
+        ('"EUR"', '"euros"', r"price\[2\].currency: 'euros' is no code"),
         ("[[price]]", "[[price", "prices.toml"),
     ],
 )
 def test_a_wrong_entry_is_refused_by_name(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(PriceBookError, match=message):
         read_price_book(_write(tmp_path, BOOK.replace(old, new, 1)))
+
+
+def test_an_entry_edited_under_the_same_version_is_another_price(tmp_path: Path) -> None:
+    before = read_price_book(_write(tmp_path, BOOK))
+    after = read_price_book(_write(tmp_path, BOOK.replace('"4"', '"5"')))
+    same = [a.book_version == b.book_version for a, b in zip(before, after, strict=True)]
+    assert same == [True, False, True]
+    assert all(price.book_version.startswith("2026-11@") for price in after)
+    assert fixed_price("1").prices[0].book_version != fixed_price("2").prices[0].book_version
 
 
 def test_an_unknown_machine_has_no_price(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from engine.request import FinishReason
 from engine.stats import StepStats
 from telemetry.ledger import models
 from telemetry.ledger.journal import Journal
+from telemetry.ledger.queries import reconcile
 from telemetry.ledger.records import NANOSECONDS_PER_HOUR, Verdict
+from telemetry.ledger.session import open_ledger
+from telemetry.prices import fixed_price
 from telemetry.recording import AuditFinding
 from tests.telemetry.recording_rig import recording_rig
 
@@ -118,6 +121,26 @@ def test_requests_and_idle_are_price_times_wall_in_the_ledger(tmp_path: Path) ->
     assert charged == sum(row.cost_busy_nano_usd for row in intervals)
     assert idle > 0
     assert sum(row.num_steps for row in intervals) == 40
+
+
+def test_prices_that_change_while_running_and_between_starts_reconcile(tmp_path: Path) -> None:
+    for _ in range(2):  # the second start begins with the first price again
+        with recording_rig(tmp_path, capacity_interval_seconds=0.02) as rig:
+            for number in range(6):
+                request = rig.begin(f"r{number}")
+                rig.run_step(f"r{number}")
+                if number == 3:
+                    rig.recorder.reprice(fixed_price("7.77"))
+                rig.run_step(f"r{number}")
+                rig.finish(request)
+    engine = open_ledger(rig.url, read_only=True)
+    money = reconcile(engine)
+    engine.dispose()
+    assert money.num_instances == 2
+    assert money.differing == {}
+    assert money.charged_nano_usd == money.due_nano_usd > 0
+    prices = rig.rows(models.Price)
+    assert sorted(price.nano_usd_per_hour for price in prices) == [3_600_000_000, 7_770_000_000]
 
 
 def test_a_killed_server_is_closed_at_the_next_start_and_its_cost_still_reconciles(
