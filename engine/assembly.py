@@ -5,12 +5,13 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.aligned_runner import AlignedRunner
 from engine.audit import Auditor
-from engine.config import AuditConfig, EngineConfig
+from engine.cache_sizes import ExaminedModel, make_cache, make_caches
+from engine.config import AuditConfig, EngineConfig, LayoutName
 from engine.cost_probe import measure_costs
 from engine.cost_table import CostTable, load_or_measure
 from engine.drafter.base import Drafter
@@ -20,22 +21,28 @@ from engine.drafter.prompt_lookup import PromptLookupDrafter
 from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVCache
-from engine.kv_storage import KVCacheShape
 from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, PACKED_PADDING, Padding
 from engine.loader import LoadedModel, check_same_vocabulary
 from engine.model_runner import ModelRunner
 from engine.packed_linear import can_pack, is_all_packed, pack_linears
 from engine.probe import check_agreement, probe_guarantee
+from engine.row_cache import RowCache
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.speculation import DraftLengths
 from engine.stats import ModelInfo
-from engine.suitability import agreement_length, attention_shape, check_configuration
+from engine.suitability import (
+    agreement_length,
+    attention_shape,
+    check_configuration,
+    plain_cache_shape,
+)
+from engine.target_runner import TargetRunner
 from engine.verifier import Verifier
 
-_CUDA_BLOCK_SIZE = 16
 _LOOKUP_SECONDS = 2e-5  # per row and step
 _PROBE_ROWS = 4
+_SHARED_WIDTH = 16  # wider rows of an aligned forward run alone
 _PROBE_TOKENS = 256
 
 
@@ -55,16 +62,6 @@ class Parts:
     audit_config: AuditConfig
 
 
-@dataclass(frozen=True, slots=True)
-class _Examined:
-    """A model whose attention was seen to work through the interface."""
-
-    loaded: LoadedModel
-    shape: KVCacheShape
-    logits: torch.Tensor
-    token_ids: list[int]
-
-
 def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | None) -> Parts:
     """Raises UnsupportedModelError for a model that cannot be served as asked, ValueError for
     a configuration that does not fit the machine."""
@@ -73,11 +70,11 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     max_tokens = min(
         config.max_model_tokens or target.max_context_tokens, target.max_context_tokens
     )
-    examined = [_examine(target, max_tokens)]
+    examined = [_examine(target, max_tokens, config.layout)]
     if draft is not None:
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
-    caches = _make_caches(config, examined, max_tokens)
+    caches = make_caches(config, examined, max_tokens)
     ready = [
         _make_runner(model, cache, config) for model, cache in zip(examined, caches, strict=True)
     ]
@@ -134,50 +131,63 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
 class _Ready:
     """A runner and what was measured of it."""
 
-    runner: ModelRunner
+    runner: TargetRunner
     guarantee: str
     costs: CostTable
 
 
-def _examine(loaded: LoadedModel, max_tokens: int) -> _Examined:
+def _examine(loaded: LoadedModel, max_tokens: int, layout: LayoutName = "ragged") -> ExaminedModel:
     check_configuration(loaded.name, loaded.model.config, max_tokens)
     num_tokens = agreement_length(loaded.model, max_tokens)
-    shape, logits, token_ids = attention_shape(loaded.name, loaded.model, num_tokens)
-    return _Examined(loaded, shape, logits, token_ids)
+    examine = attention_shape if layout == "ragged" else plain_cache_shape
+    shape, logits, token_ids = examine(loaded.name, loaded.model, num_tokens)
+    return ExaminedModel(loaded, shape, logits, token_ids, layout == "ragged")
 
 
-def _make_runner(examined: _Examined, cache: KVCache, config: EngineConfig) -> _Ready:
+def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig) -> _Ready:
     """A runner over `cache`, with its measured guarantee and costs; the probes use a cache of
     their own."""
     size = cache.block_size
     most_tokens = min(cache.max_tokens, max(_PROBE_TOKENS, len(examined.token_ids) + 1))
-    scratch = KVCache(
-        examined.shape,
+    scratch = make_cache(
+        examined,
         max_num_rows=_PROBE_ROWS,
         max_tokens=most_tokens,
         num_blocks=_PROBE_ROWS * -(-most_tokens // size),
         block_size=None if cache.is_contiguous else size,
     )
     loaded = examined.loaded
-    if can_pack(loaded.model):
+    if can_pack(loaded.model) and (examined.is_ragged or loaded.model._supports_attention_backend):
         pack_linears(loaded.model)
-    is_fast = config.numerics == "fast"
-    padding = NO_PADDING if is_fast else _invariant_padding(loaded.model)
-    runner = ModelRunner(loaded.model, scratch, padding)
-    check_agreement(loaded.name, runner, examined.logits, examined.token_ids)
+    runner: ModelRunner | AlignedRunner
+    if isinstance(scratch, KVCache):
+        is_fast = config.numerics == "fast"
+        padding = NO_PADDING if is_fast else _invariant_padding(loaded.model)
+        runner = ModelRunner(loaded.model, scratch, padding)
+    else:
+        widest = config.speculation.max_draft_tokens + 1
+        runner = AlignedRunner(loaded.model, scratch, max_shared_width=max(_SHARED_WIDTH, widest))
+    check_agreement(
+        loaded.name,
+        runner,
+        examined.logits,
+        examined.token_ids,
+        is_padded=not examined.is_ragged,
+    )
     guarantee = probe_guarantee(runner)
     if config.numerics == "auto" and guarantee != "bit_exact":
         runner.padding = NO_PADDING
     path = None
     if config.cost_table_folder is not None:
-        path = Path(config.cost_table_folder) / f"{_cost_key(loaded, runner)}.json"
+        path = Path(config.cost_table_folder) / f"{_cost_key(examined, runner)}.json"
     costs = load_or_measure(path, lambda: measure_costs(runner))
-    runner.cache = cache
+    runner.cache = cache  # type: ignore[assignment] # of the same kind as the scratch cache
     return _Ready(runner, guarantee, costs)
 
 
-def _cost_key(loaded: LoadedModel, runner: ModelRunner) -> str:
-    """Names what a cost table depends on: model, dtype, padding, processor and threads."""
+def _cost_key(examined: ExaminedModel, runner: TargetRunner) -> str:
+    """Names what a cost table depends on: model, dtype, layout, padding, processor, threads."""
+    loaded = examined.loaded
     device = loaded.model.device
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
@@ -186,7 +196,7 @@ def _cost_key(loaded: LoadedModel, runner: ModelRunner) -> str:
         loaded.fingerprint,
         loaded.model.dtype,
         runner.padding,
-        runner.cache.block_size if not runner.cache.is_contiguous else "rows",
+        _memory_layout(examined, runner.cache),
         name,
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
@@ -195,52 +205,18 @@ def _cost_key(loaded: LoadedModel, runner: ModelRunner) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
+def _memory_layout(examined: ExaminedModel, cache: RowCache) -> str | int:
+    if not examined.is_ragged:
+        return "rectangles"
+    return "rows" if cache.is_contiguous else cache.block_size
+
+
 def _invariant_padding(model: PreTrainedModel) -> Padding:
     return PACKED_PADDING if is_all_packed(model) else INVARIANT_PADDING
 
 
-def _make_caches(config: EngineConfig, examined: list[_Examined], max_tokens: int) -> list[KVCache]:
-    """Target's cache first. Both models get as many rows; memory is split by their need."""
-    bytes_per_token = sum(model.shape.bytes_per_token for model in examined)
-    budget = _budget_bytes(config.kv_cache_memory, examined[0].shape.device)
-    block_size = config.kv_block_size
-    if block_size is None and examined[0].shape.device.type == "cuda":
-        block_size = _CUDA_BLOCK_SIZE
-    row_tokens = -(-max_tokens // 128) * 128
-    tokens_per_block = block_size or row_tokens
-    most_blocks = config.max_num_rows * -(-row_tokens // tokens_per_block)
-    num_blocks = min(most_blocks, int(budget // (bytes_per_token * tokens_per_block)))
-    if num_blocks * tokens_per_block < max_tokens:
-        raise ValueError(
-            f"kv_cache_memory: {budget / 2**20:.0f} MiB hold "
-            f"{int(budget // bytes_per_token)} tokens, one request needs {max_tokens}; "
-            "lower max_model_tokens or give more memory"
-        )
-    num_rows = config.max_num_rows if block_size else min(config.max_num_rows, num_blocks)
-    return [
-        KVCache(
-            model.shape,
-            max_num_rows=num_rows,
-            max_tokens=min(max_tokens, model.loaded.max_context_tokens),
-            num_blocks=num_blocks,
-            block_size=block_size,
-        )
-        for model in examined
-    ]
-
-
-def _budget_bytes(wanted: float, device: torch.device) -> float:
-    """Bytes as given, or a share of what is free now."""
-    if wanted > 1:
-        return wanted
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return wanted * free
-    return wanted * float(psutil.virtual_memory().available)
-
-
 def _make_drafters(
-    config: EngineConfig, sampler: Sampler, runners: list[ModelRunner]
+    config: EngineConfig, sampler: Sampler, runners: list[TargetRunner]
 ) -> list[Drafter]:
     speculation = config.speculation
     drafters: list[Drafter] = []

@@ -24,13 +24,11 @@ from enum import StrEnum
 import torch
 
 from engine.grammar import Grammar, GrammarCompiler
-from engine.kv_cache import KVCache
-from engine.layout.plan import ForwardRow
-from engine.model_runner import ModelRunner
 from engine.noise import Stream
 from engine.request import AcceptanceRule, GenerationRequest
 from engine.sampler import RowSampling, Sampler, TokenHistory, uses_penalties
 from engine.suitability import sample_token_ids
+from engine.target_runner import TargetRunner
 
 _EPSILON_OVER_DIFFERENCE = 8.0
 _NUM_CALIBRATION_TOKENS = 128
@@ -99,7 +97,7 @@ class Auditor:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: TargetRunner,
         sampler: Sampler,
         grammars: GrammarCompiler,
         *,
@@ -118,7 +116,7 @@ class Auditor:
             num_tokens = min(_NUM_CALIBRATION_TOKENS, self._runner.cache.max_tokens - 1)
             token_ids = sample_token_ids(self._sampler.vocab_size, num_tokens, seed=5)
             own = self._runner.logits_by_own_attention(token_ids, 0).float()
-            difference = (own - self._fresh_logits(token_ids, 0).float()).abs().max().item()
+            difference = (own - self._runner.logits_afresh(token_ids, 0).float()).abs().max().item()
             smallest = 1e-6 * own.abs().max().item()
             self._epsilon = _EPSILON_OVER_DIFFERENCE * max(difference, smallest)
         return self._epsilon
@@ -154,7 +152,7 @@ class Auditor:
     def _is_explained(self, job: AuditJob, token_ids: Sequence[int], first: int) -> bool:
         if not self._is_bit_exact:
             return True
-        return not self._mismatches(job, self._fresh_logits(token_ids[:-1], first))
+        return not self._mismatches(job, self._runner.logits_afresh(token_ids[:-1], first))
 
     def _mismatches(self, job: AuditJob, logits: torch.Tensor) -> list[tuple[int, int, float]]:
         """(index, expected token, margin) of every emitted token that is not the target's choice.
@@ -218,19 +216,6 @@ class Auditor:
     def _grammar(self, job: AuditJob) -> Grammar | None:
         wanted = job.request.structured_output
         return self._grammars.compile(wanted) if wanted is not None else None
-
-    def _fresh_logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Our own forward of the whole sequence, in a cache that nobody else has touched."""
-        served = self._runner.cache
-        self._runner.cache = KVCache(
-            served.shape, max_num_rows=1, max_tokens=max(len(token_ids), 2), num_blocks=1
-        )
-        try:
-            row, _ = self._runner.cache.allocate_row(token_ids[:1])
-            forward = ForwardRow(row, list(token_ids), 0, len(token_ids) - first)
-            return self._runner.forward([forward])
-        finally:
-            self._runner.cache = served
 
 
 def _draws_by_rejection(request: GenerationRequest) -> bool:

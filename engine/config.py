@@ -5,7 +5,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Numerics = Literal["auto", "invariant", "fast"]
-LayoutName = Literal["ragged"]
+LayoutName = Literal["ragged", "aligned"]
 
 
 def _require(condition: bool, name: str, reason: str) -> None:
@@ -84,6 +84,10 @@ class EngineConfig:
     kv_cache_memory: bytes, or a share (0 to 1) of the memory that is free after loading.
     kv_block_size: tokens per cache block; None gives one contiguous block per row on a CPU and
       blocks of 16 on CUDA.
+    layout: how rows of different lengths share a forward, with the same tokens from all.
+      "ragged" moves no keys; "aligned" pads rows on the left over a plain transformers cache and
+      serves models whose attention cannot be replaced. Only "ragged" reuses prefixes, has blocks
+      and can pin bits.
     cost_table_folder: where measured costs are kept between starts; None measures every time.
     """
 
@@ -120,3 +124,15 @@ class EngineConfig:
             "must be positive",
         )
         _require(self.kv_cache_memory > 0, "kv_cache_memory", "must be positive")
+        is_ragged = self.layout == "ragged"
+        _require(
+            is_ragged or self.kv_block_size is None,
+            "kv_block_size",
+            f"the layout {self.layout!r} has no blocks",
+        )
+        _require(
+            is_ragged or self.numerics != "invariant",
+            "numerics",
+            f"'invariant' needs the layout 'ragged': in {self.layout!r} a row's padding, and with "
+            "it the order of its sums, depends on its neighbours",
+        )

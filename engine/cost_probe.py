@@ -6,13 +6,13 @@ import torch
 
 from engine.cost_table import NUM_TOKENS_MEASURED, CostTable
 from engine.layout.plan import ForwardRow
-from engine.model_runner import ModelRunner
+from engine.target_runner import TargetRunner
 
 _CONTEXT_TOKENS = 64
 _NUM_REPEATS = 3
 
 
-def measure_costs(runner: ModelRunner) -> CostTable:
+def measure_costs(runner: TargetRunner) -> CostTable:
     """Fastest of a few forwards per number of tokens, spread over the rows of the cache."""
     cache = runner.cache
     context = min(_CONTEXT_TOKENS, cache.max_tokens // 4)
@@ -23,6 +23,10 @@ def measure_costs(runner: ModelRunner) -> CostTable:
     try:
         for row in rows:
             cache.reserve(row, cache.max_tokens)
+        if context:
+            runner.forward([ForwardRow(row, [0] * context, 0, 0) for row in rows])
+        for row in rows:
+            cache.commit(row, [0] * context, context)
         for num_tokens in NUM_TOKENS_MEASURED:
             num_rows = min(num_tokens, len(rows))
             width = num_tokens // num_rows

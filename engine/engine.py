@@ -113,7 +113,9 @@ class Engine:
             return StepOutput(tuple(d for d, _ in ended), tuple(s for _, s in ended), None)
         proposals = self._propose(plan)
         proposed = time.perf_counter_ns()
+        aligned_before = self._verifier.runner.align_nanoseconds
         verification = self._verifier.verify(plan, proposals)
+        align_nanoseconds = self._verifier.runner.align_nanoseconds - aligned_before
         committed = [
             self._committer.commit(outcome, proposal)
             for outcome, proposal in zip(verification.outcomes, proposals, strict=True)
@@ -123,7 +125,9 @@ class Engine:
         deltas = [d for d, _ in ended] + [d for d, _, _ in committed if d is not None]
         finished = [s for _, s in ended] + [s for _, s, _ in committed if s is not None]
         rows = tuple(row for _, _, row in committed)
-        stats = self._step_stats(started_at, started, proposed, verification, rows)
+        stats = self._step_stats(
+            started_at, started, proposed, verification, align_nanoseconds, rows
+        )
         return StepOutput(tuple(deltas), tuple(finished), stats)
 
     def audit_next(self) -> AuditFinding | None:
@@ -198,6 +202,7 @@ class Engine:
         started: int,
         proposed: int,
         verification: Verification,
+        align_nanoseconds: int,
         rows: tuple[RowStepStats, ...],
     ) -> StepStats:
         pool = self._scheduler.cache.pool
@@ -206,8 +211,8 @@ class Engine:
             started_at=started_at,
             duration_nanoseconds=time.perf_counter_ns() - started,
             propose_nanoseconds=proposed - started,
-            verify_nanoseconds=verification.verify_nanoseconds,
-            align_nanoseconds=0,
+            verify_nanoseconds=max(0, verification.verify_nanoseconds - align_nanoseconds),
+            align_nanoseconds=align_nanoseconds,
             sample_nanoseconds=verification.sample_nanoseconds,
             rows=rows,
             num_waiting=len(self._scheduler.waiting),

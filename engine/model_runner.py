@@ -1,5 +1,6 @@
-"""The only file that calls a model: a plan of tokens in, logits out.
+"""Calls a model over our own slots: a plan of tokens in, logits out.
 
+Beside engine/aligned_runner.py the only file that calls a model.
 Models run unmodified. Their attention is replaced through transformers' AttentionInterface
 by `_attend`, which writes the new keys and values into our slots and reads each row's own
 history. A token's bits depend only on what is pinned here: masks are always explicit, the
@@ -9,6 +10,7 @@ query heads of a key head are folded into query rows, and rows, tokens and keys 
 
 import inspect
 import itertools
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +36,7 @@ class ModelRunner:
         self.padding = padding
         self.num_forwards = 0
         self.num_positions = 0
+        self.align_nanoseconds = 0
         self._plan: ForwardPlan | None = None
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
         # Registered per runner: the function needs this runner's cache and plan, and models
@@ -60,7 +63,9 @@ class ModelRunner:
         Writes keys and values beyond the rows' lengths but changes no length, so a forward
         that fails, or whose tokens are rejected, leaves nothing to undo.
         """
+        started = time.perf_counter_ns()
         plan = plan_forward(rows, self.cache, self.padding)
+        self.align_nanoseconds += time.perf_counter_ns() - started
         arguments: dict[str, Any] = {}
         if self._keeps_logits:
             arguments["logits_to_keep"] = plan.logit_index
@@ -101,6 +106,18 @@ class ModelRunner:
             self.model.set_attn_implementation(self._attention_name)
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_logits else logits.index_select(0, index)
+
+    def logits_afresh(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+        """Logits [T - first, V] by `forward`, in a cache that nobody else has touched."""
+        served = self.cache
+        self.cache = KVCache(
+            served.shape, max_num_rows=1, max_tokens=max(len(token_ids), 2), num_blocks=1
+        )
+        try:
+            row, _ = self.cache.allocate_row(token_ids[:1])
+            return self.forward([ForwardRow(row, list(token_ids), 0, len(token_ids) - first)])
+        finally:
+            self.cache = served
 
     def _attend(
         self,

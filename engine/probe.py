@@ -12,13 +12,14 @@ import torch
 
 from engine.layout.plan import ForwardRow
 from engine.loader import UnsupportedModelError
-from engine.model_runner import ModelRunner
 from engine.suitability import sample_token_ids
+from engine.target_runner import TargetRunner
 
 # Long enough that some forwards read 128 keys and others 256 (Padding.keys).
 _NUM_PROBE_TOKENS = 136
 _WIDTHS = (1, 2, 5, 1, 3, 8, 4)  # of the chunks that end the probed row; these are compared
-_NEIGHBOUR_LENGTHS = (6, 24, 40)
+# The last is ahead of the probed row at first: where rows are aligned, each pads the other.
+_NEIGHBOUR_LENGTHS = (6, 24, _NUM_PROBE_TOKENS)
 # Of a token's logits, in root mean square, relative to their spread. Measured on sound runners:
 # below 1e-4 in float32, 0.03 in bfloat16; a window wrong by one token: above 0.12.
 _TOLERANCE = 1e-3
@@ -36,12 +37,24 @@ class _Feed:
 
 
 def check_agreement(
-    name: str, runner: ModelRunner, logits: torch.Tensor, token_ids: Sequence[int]
+    name: str,
+    runner: TargetRunner,
+    logits: torch.Tensor,
+    token_ids: Sequence[int],
+    *,
+    is_padded: bool = False,
 ) -> None:
     """Raise UnsupportedModelError unless our forward, in two chunks, gives the model's own
-    `logits` up to rounding."""
+    `logits` up to rounding. is_padded asks it of a row that a longer neighbour pads, too."""
     half = len(token_ids) // 2
-    ours = _run(runner, [_Feed(token_ids, [half, len(token_ids) - half], 0)])
+    checked = _Feed(token_ids, [half, len(token_ids) - half], 0)
+    _compare(name, logits, _run(runner, [checked]))
+    if is_padded:
+        longer = _Feed(token_ids, [half + 1, len(token_ids) - half - 1], len(token_ids))
+        _compare(name, logits, _run(runner, [longer, checked]))
+
+
+def _compare(name: str, logits: torch.Tensor, ours: torch.Tensor) -> None:
     spread = max(logits.float().std().item(), 1e-6)
     errors = (ours.float() - logits.float()).square().mean(dim=1).sqrt() / spread  # [T]
     if logits.dtype == torch.float32:
@@ -57,7 +70,7 @@ def check_agreement(
         )
 
 
-def probe_guarantee(runner: ModelRunner) -> str:
+def probe_guarantee(runner: TargetRunner) -> str:
     """ "bit_exact" if the same tokens gave the same logits to the bit in every company tried:
     whole, in chunks of many widths, alone, among neighbours; else "rounding"."""
     vocab_size = runner.model.config.get_text_config().vocab_size
@@ -99,7 +112,7 @@ def _spread(num_tokens: int, num_forwards: int) -> list[int]:
     return [first, *(rest * (n + 1) // others - rest * n // others for n in range(others))]
 
 
-def _run(runner: ModelRunner, feeds: Sequence[_Feed]) -> torch.Tensor:
+def _run(runner: TargetRunner, feeds: Sequence[_Feed]) -> torch.Tensor:
     """Logits [T, V] of the feeds, in one forward per width."""
     cache = runner.cache
     rows = [cache.allocate_row(feed.token_ids[:1])[0] for feed in feeds]
@@ -109,6 +122,8 @@ def _run(runner: ModelRunner, feeds: Sequence[_Feed]) -> torch.Tensor:
             cache.reserve(row, len(feed.token_ids))
         for step in range(max(len(feed.widths) for feed in feeds)):
             found.append(runner.forward(list(_rows_of_step(rows, feeds, step))))
+            for row, feed in zip(rows, feeds, strict=True):
+                cache.commit(row, feed.token_ids, sum(feed.widths[: step + 1]))
     finally:
         for row in rows:
             cache.free_row(row, keep=False)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.block_pool import OutOfBlocksError
-from engine.kv_cache import KVCache
 from engine.live_request import LiveRequest
+from engine.row_cache import RowCache
 
 _SECONDS_PER_PRIORITY = 10.0  # waiting this long is worth one level of priority
 
@@ -44,7 +44,7 @@ class PlannedRow:
 class Scheduler:
     """The queue of waiting requests and the list of running ones."""
 
-    def __init__(self, cache: KVCache, *, max_step_tokens: int, max_model_tokens: int) -> None:
+    def __init__(self, cache: RowCache, *, max_step_tokens: int, max_model_tokens: int) -> None:
         self.cache = cache
         self.max_step_tokens = max_step_tokens
         self.max_model_tokens = max_model_tokens

@@ -4,14 +4,15 @@ A check at start sees only short sequences, so whatever changes with the length 
 is judged here, from the configuration.
 """
 
+import inspect
 import logging
-from collections.abc import Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from engine.kv_storage import KVCacheShape
 from engine.loader import UnsupportedModelError
@@ -104,12 +105,63 @@ def attention_shape(
     if len(shapes) != 1:
         raise UnsupportedModelError(f"{name}: its layers store keys of different shapes")
     shape = KVCacheShape(len(layers), *shapes.pop(), model.dtype, model.device)
-    # transformers' sdpa has neither of the two; its eager form needs memory for T x T scores.
-    needs_eager = any(call.softcap is not None or call.has_sinks for call in layers)
-    own = "eager" if needs_eager or not model._supports_sdpa else "sdpa"
+    own = _own_attention(model, layers)
     token_ids = sample_token_ids(config.vocab_size, num_tokens, seed=1)
     model.set_attn_implementation(own)
     return shape, _logits(model, token_ids), token_ids
+
+
+@torch.inference_mode()
+def plain_cache_shape(
+    name: str, model: PreTrainedModel, num_tokens: int
+) -> tuple[KVCacheShape, torch.Tensor, list[int]]:
+    """The same for a model that computes its attention itself, over a plain DynamicCache.
+
+    Raises UnsupportedModelError unless every layer keeps a key for every token there.
+    """
+    config = model.config.get_text_config()
+    own = model.config._attn_implementation
+    with suppress(UnsupportedModelError):  # it keeps the attention that it was loaded with
+        own = _own_attention(model, _record_attention(name, model).values())
+    with _without_warnings():
+        model.set_attn_implementation(own)
+    token_ids = sample_token_ids(config.vocab_size, num_tokens, seed=1)
+    cache = DynamicCache()
+    try:
+        model(
+            input_ids=torch.tensor([token_ids[:_NUM_RECORDED_TOKENS]], device=model.device),
+            use_cache=True,
+            **{cache_argument(model): cache},
+        )
+        kept = [(keys, values) for keys, values, _ in cache]
+        shapes = {(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in kept}
+        num_kept = {keys.shape[2] for keys, _ in kept}
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name}: it does not run over a plain cache of keys and values, as models with "
+            f"recurrent or hybrid layers do not ({type(error).__name__}: {error})"
+        ) from error
+    if len(kept) != config.num_hidden_layers or num_kept != {min(_NUM_RECORDED_TOKENS, num_tokens)}:
+        raise UnsupportedModelError(
+            f"{name}: {len(kept)} of its {config.num_hidden_layers} layers keep keys in a plain "
+            "cache; recurrent or hybrid layers have state that cannot be rolled back"
+        )
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"{name}: its layers store keys of different shapes")
+    shape = KVCacheShape(len(kept), *shapes.pop(), model.dtype, model.device)
+    return shape, _logits(model, token_ids), token_ids
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model calls its cache: transformers 5.2x renames past_key_values to cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _own_attention(model: PreTrainedModel, calls: Iterable[_AttentionCall]) -> str:
+    """transformers' own attention that computes all that the layers ask for."""
+    # Its sdpa has neither of the two; its eager form needs memory for T x T scores.
+    needs_eager = any(call.softcap is not None or call.has_sinks for call in calls)
+    return "eager" if needs_eager or not model._supports_sdpa else "sdpa"
 
 
 def sample_token_ids(vocab_size: int, num_tokens: int, seed: int) -> list[int]:
@@ -162,7 +214,8 @@ def _record_attention(name: str, model: PreTrainedModel) -> dict[int, _Attention
     if config._attn_implementation != _RECORDER:
         raise UnsupportedModelError(
             f"{name}: {type(model).__name__} computes its attention itself and not through "
-            "transformers' AttentionInterface, so it cannot be replaced"
+            "transformers' AttentionInterface, so it cannot be replaced; the layout 'aligned' "
+            "may serve it"
         )
     if sorted(calls) != list(range(config.num_hidden_layers)):
         raise UnsupportedModelError(

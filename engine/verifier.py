@@ -16,11 +16,11 @@ from engine.drafter.base import Proposal
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
 from engine.logprobs import token_logprobs
-from engine.model_runner import ModelRunner
 from engine.noise import Stream, gumbel_noise, noise_key, uniform_noise
 from engine.request import AcceptanceRule, TokenLogprob
 from engine.sampler import RowSampling, Sampler
 from engine.scheduler import PlannedRow
+from engine.target_runner import TargetRunner
 
 _LOGPROB_CHUNK = 64  # prompt positions whose float32 logprobs exist at the same time
 
@@ -53,7 +53,7 @@ class Verification:
 class Verifier:
     """Runs the target and decides what is emitted."""
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+    def __init__(self, runner: TargetRunner, sampler: Sampler) -> None:
         self.runner = runner
         self.sampler = sampler
 

@@ -15,10 +15,10 @@ from engine.block_pool import OutOfBlocksError
 from engine.drafter.base import NO_PROPOSAL, DraftJob, Proposal
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
-from engine.model_runner import ModelRunner
 from engine.noise import Stream
 from engine.request import AcceptanceRule
 from engine.sampler import RowSampling, Sampler
+from engine.target_runner import TargetRunner
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class DraftModelDrafter:
 
     name = "draft_model"
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, *, max_step_tokens: int) -> None:
+    def __init__(self, runner: TargetRunner, sampler: Sampler, *, max_step_tokens: int) -> None:
         self.runner = runner
         self.cache = runner.cache
         self._sampler = sampler

@@ -1,0 +1,171 @@
+"""Calls a model over a plain transformers cache: any attention, nothing replaced.
+
+Beside engine/model_runner.py the only file that calls a model. What a row's tokens are, where
+they lie and what they may see is said in the terms that every causal model of transformers
+understands: a rectangle of tokens, a mask of columns, position ids, a DynamicCache.
+"""
+
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from engine.kv_storage import KVCacheShape
+from engine.layout.aligned import AlignedCache
+from engine.layout.plan import NO_PADDING, ForwardRow
+from engine.layout.rectangle import Rectangle
+from engine.suitability import cache_argument
+
+
+class AlignedRunner:
+    """Runs one model over one AlignedCache.
+
+    Rows of up to max_shared_width tokens share a forward; a wider one, a chunk of a prompt, runs
+    alone, so that the others are not padded to its width.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: AlignedCache, *, max_shared_width: int
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.padding = NO_PADDING
+        self.num_forwards = 0
+        self.num_positions = 0
+        self.align_nanoseconds = 0
+        self._max_shared_width = max_shared_width
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
+        self._cache_name = cache_argument(model)
+
+    def forward(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
+        """Logits [sum of num_logits, vocabulary] in the order of rows; model's own dtype.
+
+        Adds columns beyond the rows' lengths but changes no length; see AlignedCache. Raises
+        ValueError for a row that does not start at its length: its positions would be wrong.
+        """
+        shared = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._max_shared_width]
+        batches = [shared] if shared else []
+        batches += [[i] for i in range(len(rows)) if i not in set(shared)]
+        logits: dict[int, torch.Tensor] = {}
+        for batch in batches:
+            found = self._forward([rows[index] for index in batch])
+            logits.update(zip(batch, found, strict=True))
+        return torch.cat([logits[index] for index in range(len(rows))])
+
+    @torch.inference_mode()
+    def _forward(self, rows: Sequence[ForwardRow]) -> list[torch.Tensor]:
+        """Logits [num_logits, V] of each row, from one call of the model."""
+        started = time.perf_counter_ns()
+        for row in rows:
+            if row.start != self.cache.length(row.row):
+                raise ValueError(
+                    f"row {row.row} starts at {row.start}, {self.cache.length(row.row)} tokens "
+                    "are in its cache"
+                )
+        places = [row.row for row in rows]
+        rectangle = self.cache.batch(places)
+        width = max(len(row.token_ids) for row in rows)
+        arguments = self._arguments(rows, rectangle, width)
+        past = _plain_cache(rectangle)
+        self.align_nanoseconds += time.perf_counter_ns() - started
+        num_kept = width
+        if self._keeps_logits and len(rows) == 1:
+            num_kept = max(1, rows[0].num_logits)
+            arguments["logits_to_keep"] = num_kept
+        output = self.model(use_cache=True, **{self._cache_name: past}, **arguments)
+        keys, values = _contents(past, self.cache.shape, rectangle.num_columns + width)
+        self.cache.grow(places, keys, values)
+        self.num_forwards += 1
+        self.num_positions += sum(len(row.token_ids) for row in rows)
+        logits: torch.Tensor = output.logits[:, -num_kept:]  # [R, num_kept, V]
+        dropped = width - num_kept
+        return [
+            logits[index, stop - row.num_logits - dropped : stop - dropped]
+            for index, row in enumerate(rows)
+            for stop in (len(row.token_ids),)
+        ]
+
+    def _arguments(
+        self, rows: Sequence[ForwardRow], rectangle: Rectangle, width: int
+    ) -> dict[str, Any]:
+        """Tokens and positions [R, W] and the mask of columns [R, C + W].
+
+        Rows with fewer new tokens are filled up on the right, where causality hides the filling
+        from every token that counts.
+        """
+        input_ids, positions, mask = [], [], []
+        for row, pad in zip(rows, rectangle.pads, strict=True):
+            count = len(row.token_ids)
+            missing = width - count
+            last = row.start + count - 1
+            input_ids.append([*row.token_ids, *[0] * missing])
+            positions.append([*range(row.start, row.start + count), *[last] * missing])
+            seen = rectangle.num_columns - pad + count
+            mask.append([*[0] * pad, *[1] * seen, *[0] * missing])
+        device = self.model.device
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor(input_ids, device=device),
+            "attention_mask": torch.tensor(mask, device=device),
+        }
+        if self._takes_positions:
+            arguments["position_ids"] = torch.tensor(positions, device=device)
+        return arguments
+
+    @torch.inference_mode()
+    def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+        """Logits [T - first, V] of positions first.. by the model, without a cache."""
+        arguments: dict[str, Any] = {}
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = len(token_ids) - first
+        output = self.model(
+            input_ids=torch.tensor([list(token_ids)], device=self.model.device),
+            use_cache=False,
+            **arguments,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits[first - len(token_ids) :]
+
+    def logits_afresh(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+        """Logits [T - first, V] by `forward`, in a cache that nobody else has touched."""
+        served = self.cache
+        self.cache = AlignedCache(
+            served.shape, max_num_rows=1, max_tokens=max(len(token_ids), 2), num_blocks=1
+        )
+        try:
+            row, _ = self.cache.allocate_row(token_ids[:1])
+            return self.forward([ForwardRow(row, list(token_ids), 0, len(token_ids) - first)])
+        finally:
+            self.cache = served
+
+
+def _plain_cache(rectangle: Rectangle) -> DynamicCache:
+    cache = DynamicCache()
+    for keys, values in zip(rectangle.keys, rectangle.values, strict=True):
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+def _contents(
+    cache: Cache, shape: KVCacheShape, num_columns: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values of all layers; raises RuntimeError unless all hold num_columns."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != num_columns:
+            raise RuntimeError(f"a layer does not hold {num_columns} columns after a forward")
+        assert layer.keys is not None and layer.values is not None  # noqa: S101, PT018
+        keys.append(layer.keys)
+        values.append(layer.values)
+    if len(keys) != shape.num_layers:
+        raise RuntimeError(f"{len(keys)} of {shape.num_layers} layers hold keys")
+    return keys, values
