@@ -3,7 +3,8 @@
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from exports.manifest import DataFile, Manifest, RetiredFile, write_manifest
+from exports.data_file import DataFile
+from exports.manifest import Manifest, RetiredFile, write_manifest
 from exports.storage import Target
 
 

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from exports.columns import Table
+from exports.data_file import DataFile
 from exports.dimensions import date_key
 from exports.errors import TargetError
-from exports.manifest import DataFile
-from exports.storage import Target
+from exports.storage import Target, place
 from exports.write import ROW_GROUP_ROWS, TableWriter, day_folder, month_folder
 
 CLOSED_AFTER = timedelta(days=7)
@@ -44,11 +44,11 @@ class Compactor:
                 result.append(file)
                 continue
             for day in file.days:
-                with TableWriter(self.target, self.staging, table, day_folder(day)) as writer:
+                with TableWriter(self.staging, table, day_folder(day)) as writer:
                     for rows in self._rows(file):
                         is_of_day = pc.equal(rows.column("date_key"), date_key(day))
                         writer.add(rows.filter(is_of_day))
-                    result.extend(writer.finish())
+                    result.extend(place(self.target, writer.finish()))
         return _ordered(result)
 
     def merged(self, table: Table, files: Files, last: date) -> Files:
@@ -66,11 +66,11 @@ class Compactor:
             if not (is_closed and is_small and len(parts) > 1):
                 result.extend(parts)
                 continue
-            with TableWriter(self.target, self.staging, table, folder) as writer:
+            with TableWriter(self.staging, table, folder) as writer:
                 for part in sorted(parts, key=lambda file: (file.days, file.path)):
                     for rows in self._rows(part):
                         writer.add(rows)
-                merged = writer.finish()
+                merged = place(self.target, writer.finish())
             if sum(f.num_rows for f in merged) != sum(part.num_rows for part in parts):
                 raise TargetError(f"{table.name}/{folder}: rows were lost while merging")
             result.extend(merged)

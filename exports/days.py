@@ -1,33 +1,27 @@
-"""Rewriting one UTC date of the fact tables, and checking it before it may be published."""
+"""Writing one UTC date of the fact tables as staged files, from rows that stream by."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import date
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from exports.arrow_reader import ACCEPTANCE_SCHEMA
-from exports.columns import (
-    Table,
-)
-from exports.dimensions import date_key
-from exports.errors import ReconciliationError
-from exports.extract import DayTotals, LedgerSource, Watermark
+from exports.columns import Table
+from exports.data_file import StagedFile
 from exports.facts import (
     FACT_ACCEPTANCE,
     FACT_CAPACITY,
     FACT_EQUIVALENCE,
     FACT_LATENCY_HISTOGRAM,
-    FACT_RECONCILIATION,
     FACT_REQUEST,
 )
-from exports.manifest import DataFile
+from exports.ledger_facts import DayTotals
 from exports.prefetch import Prefetch
-from exports.storage import Target
+from exports.row_stream import Statement
 from exports.transform import (
     acceptance_rows,
     fact_capacity,
@@ -37,137 +31,150 @@ from exports.transform import (
     new_acceptance_fold,
     new_equivalence_fold,
     new_latency_fold,
+    slices_of,
     without_rows,
 )
 from exports.write import TableWriter, day_folder
 
 _SUMMED = ("num_output_tokens", "num_prompt_tokens", "num_accepted_tokens", "cost_nano_usd")
+_ACCEPTANCE = pa.schema(
+    [
+        (name, pa.int64())
+        for name in ("request_ledger_id", "position", "num_drafted", "num_accepted")
+    ]
+)
 
-Files = dict[str, list[DataFile]]
+Batches = Iterator[pa.RecordBatch]
+StagedFiles = dict[str, list[StagedFile]]
+
+
+class DayKind(StrEnum):
+    """Which tables of a date: REQUESTS means fact_request and what is derived from it."""
+
+    REQUESTS = "requests"
+    CAPACITY = "capacity"
+    EQUIVALENCE = "equivalence"
 
 
 @dataclass(frozen=True, slots=True)
-class DayWriter:
-    """What rewriting a date needs. `on_rows` is told of each further number of request rows."""
+class DayTask:
+    """A date to write. `acceptance` goes with REQUESTS alone."""
 
-    source: LedgerSource
-    target: Target
+    kind: DayKind
+    day: date
+    rows: Statement
+    acceptance: Statement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DayQuality:
+    """What is missing in the current rows of a date, and the latest of all its rows."""
+
+    num_without_price: int = 0
+    num_without_energy: int = 0
+    num_without_model: int = 0
+    num_without_tenant: int = 0
+    last_ledger_id: int = 0
+    last_recorded_at_microseconds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenDay:
+    """The staged files of a date by table; for REQUESTS also what the written files add up to."""
+
+    files: StagedFiles
+    totals: DayTotals = field(default_factory=DayTotals)
+    quality: DayQuality = field(default_factory=DayQuality)
+
+
+@dataclass(frozen=True, slots=True)
+class DayBuilder:
+    """Writes dates under `staging`. `on_rows` is told of each further number of request rows.
+
+    Raises SourceError or TargetError, from the rows or the files.
+    """
+
     staging: Path
-    watermark: Watermark
     superseded_ids: np.ndarray
     on_rows: Callable[[int], None]
 
-    def request_tables(self, day: date) -> Files:
-        """fact_request and what is derived from it. Raises ReconciliationError on a difference.
-
-        The files are in place, under new names, when this returns; no manifest knows them yet.
-        """
-        quality = _Quality()
-        latency, acceptance = new_latency_fold(), new_acceptance_fold()
+    def requests(self, day: date, rows: Batches, acceptance: Batches) -> WrittenDay:
+        """fact_request, fact_latency_histogram and fact_acceptance; both inputs in ledger order."""
+        quality, num_superseded = DayQuality(), 0
+        latency, acceptance_fold = new_latency_fold(), new_acceptance_fold()
         with (
-            self._writer(FACT_REQUEST, day, _SUMMED) as writer,
-            Prefetch(self._requests_with_acceptance(day)) as batches,
-            ThreadPoolExecutor(1) as database,
+            TableWriter(self.staging, FACT_REQUEST, day_folder(day), _SUMMED) as writer,
+            Prefetch(rows) as ahead,
+            Prefetch(acceptance) as acceptance_ahead,
         ):
-            totals = database.submit(self.source.day_totals, day, self.watermark.ledger_id)
-            for batch, positions in batches:
+            for batch, positions in _side_by_side(ahead, acceptance_ahead):
                 kept = without_rows(batch, self.superseded_ids)
-                quality.see(batch, kept)
+                num_superseded += batch.num_rows - kept.num_rows
+                quality = _seen(quality, batch, kept)
                 requests = fact_requests(kept)
                 writer.add(requests)
-                for rows in latency_rows(requests):
-                    latency.add(rows)
-                acceptance.add(acceptance_rows(requests, positions))
+                slices = slices_of(requests)
+                for values in latency_rows(requests, slices):
+                    latency.add(values)
+                acceptance_fold.add(acceptance_rows(requests, slices, positions))
                 self.on_rows(batch.num_rows)
             files = {FACT_REQUEST.name: writer.finish()}
-            sums, ledger = writer.sums, totals.result()
-        num_rows = sum(file.num_rows for file in files[FACT_REQUEST.name])
-        exported = DayTotals(num_rows, quality.num_superseded, *(sums[name] for name in _SUMMED))
-        if exported != ledger:
-            raise ReconciliationError(f"{day}: exported {exported}, the ledger holds {ledger}")
-        files[FACT_LATENCY_HISTOGRAM.name] = self._whole(
-            FACT_LATENCY_HISTOGRAM, day, latency.result()
-        )
-        files[FACT_ACCEPTANCE.name] = self._whole(FACT_ACCEPTANCE, day, acceptance.result())
-        files[FACT_RECONCILIATION.name] = self._whole(
-            FACT_RECONCILIATION, day, quality.row(day, ledger, exported)
-        )
-        return files
+        num_rows = sum(entry.file.num_rows for entry in files[FACT_REQUEST.name])
+        totals = DayTotals(num_rows, num_superseded, *(writer.sums[name] for name in _SUMMED))
+        for table, fold in ((FACT_LATENCY_HISTOGRAM, latency), (FACT_ACCEPTANCE, acceptance_fold)):
+            files[table.name] = whole_table(self.staging, table, day_folder(day), fold.result())
+        return WrittenDay(files, totals, quality)
 
-    def capacity_table(self, day: date) -> Files:
-        """fact_capacity of one date."""
-        with self._writer(FACT_CAPACITY, day) as writer:
-            for batch in self.source.capacity_batches(day, self.watermark.capacity_id):
+    def capacity(self, day: date, rows: Batches) -> WrittenDay:
+        """fact_capacity."""
+        with TableWriter(self.staging, FACT_CAPACITY, day_folder(day)) as writer:
+            for batch in rows:
                 writer.add(fact_capacity(batch))
-            return {FACT_CAPACITY.name: writer.finish()}
+            return WrittenDay({FACT_CAPACITY.name: writer.finish()})
 
-    def equivalence_table(self, day: date) -> Files:
-        """fact_equivalence of one date."""
+    def equivalence(self, day: date, rows: Batches) -> WrittenDay:
+        """fact_equivalence."""
         fold = new_equivalence_fold()
-        for batch in self.source.audit_batches(day, self.watermark.audit_id):
+        for batch in rows:
             fold.add(fact_equivalence(batch))
-        return {FACT_EQUIVALENCE.name: self._whole(FACT_EQUIVALENCE, day, fold.result())}
-
-    def dimension(self, table: Table, rows: pa.Table) -> Files:
-        """A dimension, whole."""
-        return {table.name: self._whole(table, None, rows)}
-
-    def _requests_with_acceptance(self, day: date) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
-        for batch in self.source.request_batches(day, self.watermark.ledger_id):
-            has_drafts = pc.greater(batch.column("num_draft_tokens"), 0)
-            drafting = batch.column("ledger_id").filter(has_drafts)
-            parts: list[pa.RecordBatch] = []
-            if len(drafting):
-                first, last = drafting[0].as_py(), drafting[-1].as_py()
-                parts = list(self.source.acceptance_batches(day, first, last))
-            yield batch, pa.Table.from_batches(parts, ACCEPTANCE_SCHEMA)
-
-    def _whole(self, table: Table, day: date | None, rows: pa.Table) -> list[DataFile]:
-        with self._writer(table, day) as writer:
-            writer.add(rows)
-            return writer.finish()
-
-    def _writer(self, table: Table, day: date | None, summed: tuple[str, ...] = ()) -> TableWriter:
-        folder = "" if day is None else day_folder(day)
-        return TableWriter(self.target, self.staging, table, folder, summed)
+        table = FACT_EQUIVALENCE
+        files = whole_table(self.staging, table, day_folder(day), fold.result())
+        return WrittenDay({table.name: files})
 
 
-class _Quality:
-    """Counts what a dashboard's page on data quality shows of a date."""
+def whole_table(staging: Path, table: Table, folder: str, rows: pa.Table) -> list[StagedFile]:
+    """A part of a table that is in memory already."""
+    with TableWriter(staging, table, folder) as writer:
+        writer.add(rows)
+        return writer.finish()
 
-    def __init__(self) -> None:
-        self.num_superseded = 0
-        self._missing = dict.fromkeys(
-            ("price_key", "energy_microjoules", "model_key", "tenant_key"), 0
-        )
-        self._last_ledger_id = 0
-        self._last_recorded_at = 0
 
-    def see(self, batch: pa.RecordBatch, kept: pa.RecordBatch) -> None:
-        self.num_superseded += batch.num_rows - kept.num_rows
-        for name in self._missing:
-            self._missing[name] += kept.column(name).null_count
-        self._last_ledger_id = max(self._last_ledger_id, pc.max(batch.column("ledger_id")).as_py())
-        recorded_at = pc.max(batch.column("recorded_at").cast(pa.int64())).as_py()
-        self._last_recorded_at = max(self._last_recorded_at, recorded_at)
+def _side_by_side(
+    batches: Iterable[pa.RecordBatch], acceptance: Iterable[pa.RecordBatch]
+) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
+    """Each batch of requests with the acceptance rows up to its last request."""
+    coming = iter(acceptance)
+    waiting: pa.RecordBatch | None = None
+    for batch in batches:
+        last = batch.column("ledger_id")[-1].as_py()
+        parts: list[pa.RecordBatch] = []
+        while (rows := waiting or next(coming, None)) is not None:
+            owners = rows.column("request_ledger_id").to_numpy()
+            num_taken = int(np.searchsorted(owners, last, side="right"))
+            parts.append(rows.slice(0, num_taken))
+            waiting = rows.slice(num_taken) if num_taken < rows.num_rows else None
+            if waiting is not None:
+                break
+        yield batch, pa.Table.from_batches(parts, _ACCEPTANCE)
 
-    def row(self, day: date, ledger: DayTotals, exported: DayTotals) -> pa.Table:
-        if not ledger.num_requests:
-            return FACT_RECONCILIATION.schema.empty_table()
-        values = {
-            "date_key": date_key(day),
-            "num_ledger_requests": ledger.num_requests,
-            "num_exported_requests": exported.num_requests,
-            "num_superseded_rows": self.num_superseded,
-            "num_without_price": self._missing["price_key"],
-            "num_without_energy": self._missing["energy_microjoules"],
-            "num_without_model": self._missing["model_key"],
-            "num_without_tenant": self._missing["tenant_key"],
-            "ledger_cost_nano_usd": ledger.cost_nano_usd,
-            "exported_cost_nano_usd": exported.cost_nano_usd,
-            "num_ledger_output_tokens": ledger.num_output_tokens,
-            "num_exported_output_tokens": exported.num_output_tokens,
-            "last_ledger_id": self._last_ledger_id,
-            "last_recorded_at": self._last_recorded_at,
-        }
-        return pa.Table.from_pylist([values], schema=FACT_RECONCILIATION.schema)
+
+def _seen(before: DayQuality, batch: pa.RecordBatch, kept: pa.RecordBatch) -> DayQuality:
+    recorded_at = pc.max(batch.column("recorded_at").cast(pa.int64())).as_py()
+    return DayQuality(
+        before.num_without_price + kept.column("price_key").null_count,
+        before.num_without_energy + kept.column("energy_microjoules").null_count,
+        before.num_without_model + kept.column("model_key").null_count,
+        before.num_without_tenant + kept.column("tenant_key").null_count,
+        max(before.last_ledger_id, pc.max(batch.column("ledger_id")).as_py()),
+        max(before.last_recorded_at_microseconds, recorded_at),
+    )

@@ -13,9 +13,10 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from exports.columns import Table, TableKind
+from exports.data_file import DataFile
 from exports.dimensions import date_key
 from exports.errors import TargetError
-from exports.manifest import DataFile, Manifest
+from exports.manifest import Manifest
 from exports.schemas import TABLES
 from exports.storage import Target
 from exports.write import ROW_GROUP_ROWS

@@ -1,24 +1,21 @@
-"""Reading the ledger: small questions through SQLAlchemy, rows through Arrow.
+"""Reading the ledger: small questions through SQLAlchemy, and the statements that read rows.
 
-Rows come over ADBC, which fills Arrow buffers in C and streams, so that memory does not grow
-with the ledger. Nothing is held open between questions: the ledger is append-only and every
-question is bounded by the watermark, so its answers agree without a long transaction. The
-role needs no more than SELECT.
+The rows themselves are read by other processes (exports.day_worker). Nothing is held open
+between questions: the ledger is append-only and every question is bounded by the watermark, so
+its answers agree without a long transaction. The role needs no more than SELECT.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import pyarrow as pa
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Engine,
     Executable,
+    Select,
     func,
     select,
     type_coerce,
@@ -27,14 +24,16 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import InstrumentedAttribute
 
-from exports.arrow_reader import (
+from exports.errors import SourceError
+from exports.ledger_facts import DayTotals, Watermark
+from exports.row_stream import Database, Statement
+from exports.statements import (
     ACCEPTANCE_COLUMNS,
     AUDIT_COLUMNS,
     CAPACITY_COLUMNS,
     REQUEST_COLUMNS,
-    ArrowReader,
+    compiled,
 )
-from exports.errors import SourceError
 from telemetry.ledger.models import (
     AuditResult,
     CapacityInterval,
@@ -54,27 +53,6 @@ _MICROSECONDS_PER_DAY = 86_400_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@dataclass(frozen=True, slots=True)
-class Watermark:
-    """The last row of each append-only table that an export covers; 0 is before the first."""
-
-    ledger_id: int = 0
-    capacity_id: int = 0
-    audit_id: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DayTotals:
-    """One UTC date of the ledger, summed by the database over its current rows."""
-
-    num_requests: int = 0
-    num_superseded: int = 0
-    num_output_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_accepted_tokens: int = 0
-    cost_nano_usd: int = 0
-
-
 class LedgerSource:
     """An open ledger. Raises SourceError when it is missing, unreachable or of another schema."""
 
@@ -86,9 +64,6 @@ class LedgerSource:
         try:
             self._engine: Engine = open_ledger(url, read_only=True)
             require_current_schema(self._engine)
-            self._rows_reader = ArrowReader(self._url, self._engine.dialect)
-            # A connection streams one answer at a time, and acceptance is read while requests are.
-            self._acceptance_reader = ArrowReader(self._url, self._engine.dialect)
         except (SQLAlchemyError, LedgerSchemaError, ValueError, OSError) as error:
             raise SourceError(str(error)) from error
 
@@ -101,18 +76,18 @@ class LedgerSource:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._rows_reader.close()
-        self._acceptance_reader.close()
         self._engine.dispose()
 
-    def start_reading(self) -> None:
-        """Have the reading process start while other questions are answered."""
-        self._rows_reader.start()
-
     @property
-    def dialect(self) -> str:
-        """sqlite or postgresql."""
-        return self._engine.dialect.name
+    def database(self) -> Database:
+        """How another process opens the ledger. It may hold a password."""
+        if self._is_sqlite:
+            return Database("sqlite", str(self._url.database))
+        from psycopg.conninfo import make_conninfo
+
+        arguments = self._url.translate_connect_args(username="user", database="dbname")
+        options = make_conninfo(**{**arguments, **self._url.query})
+        return Database(self._engine.dialect.name, options)
 
     def default_lag(self) -> timedelta:
         """How old a row must be before it is exported, unless told otherwise.
@@ -137,10 +112,11 @@ class LedgerSource:
 
     def request_dates(self, after: int, until: int) -> set[date]:
         """UTC dates of the requests in (after, until], and of the rows that they correct."""
-        fresh = (Request.ledger_id > after) & (Request.ledger_id <= until)
-        corrected = select(Request.supersedes_ledger_id).where(
-            fresh, Request.supersedes_ledger_id.is_not(None)
-        )
+        # For all rows the index of dates is read, for the newest ones the rows themselves.
+        fresh = self._is_up_to(until)
+        if after:
+            fresh = (Request.ledger_id > after) & (Request.ledger_id <= until)
+        corrected = self._superseded_ids(until).where(Request.ledger_id > after)
         dates = self._column(select(Request.finished_on).where(fresh).distinct())
         dates |= self._column(
             select(Request.finished_on).where(Request.ledger_id.in_(corrected)).distinct()
@@ -186,46 +162,46 @@ class LedgerSource:
 
     def superseded_ids(self, until: int) -> list[int]:
         """Ledger rows that a correction replaces. Corrections are rare: the list is short."""
-        statement = select(Request.supersedes_ledger_id).where(
-            Request.supersedes_ledger_id.is_not(None), Request.ledger_id <= until
-        )
-        return sorted(self._column(statement))
+        return sorted(self._column(self._superseded_ids(until)))
 
-    def request_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
+    def request_rows(self, day: date, until: int) -> Statement:
         """Requests of one UTC date in the order of the ledger, superseded rows included."""
         columns = [getattr(Request, name) for name in REQUEST_COLUMNS]
-        statement = select(*columns).where(Request.finished_on == day, Request.ledger_id <= until)
-        yield from self._rows_reader.batches(statement.order_by(Request.ledger_id), columns)
+        of_day = (Request.finished_on == day) & (Request.ledger_id <= until)
+        statement = select(*columns).where(of_day).order_by(Request.ledger_id)
+        return compiled(statement, columns, self._engine.dialect)
 
-    def acceptance_batches(self, day: date, first: int, last: int) -> Iterator[pa.RecordBatch]:
-        """Acceptance by position of the requests first..last of one UTC date, in order."""
+    def acceptance_rows(self, day: date, until: int) -> Statement:
+        """Acceptance by position of the requests of one UTC date, in their order."""
+        of_day = (Request.finished_on == day) & (Request.ledger_id <= until)
+        first, last = (
+            self._scalar(select(function(Request.ledger_id)).where(of_day)) or 0
+            for function in (func.min, func.max)
+        )
+        owner = RequestAcceptance.request_ledger_id
         columns = [getattr(RequestAcceptance, name) for name in ACCEPTANCE_COLUMNS]
         statement = select(*columns).where(
-            RequestAcceptance.request_ledger_id.between(first, last),
-            RequestAcceptance.finished_on == day,
+            owner.between(first, last), RequestAcceptance.finished_on == day
         )
-        statement = statement.order_by(
-            RequestAcceptance.request_ledger_id, RequestAcceptance.position
-        )
-        yield from self._acceptance_reader.batches(statement, columns)
+        statement = statement.order_by(owner, RequestAcceptance.position)
+        return compiled(statement, columns, self._engine.dialect)
 
-    def capacity_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
+    def capacity_rows(self, day: date, until: int) -> Statement:
         """Capacity intervals that begin on one UTC date, in the order of the ledger."""
         columns = [getattr(CapacityInterval, name) for name in CAPACITY_COLUMNS]
         statement = select(*columns).where(
             self._within(CapacityInterval.started_at, day), CapacityInterval.capacity_id <= until
         )
-        yield from self._rows_reader.batches(
-            statement.order_by(CapacityInterval.capacity_id), columns
-        )
+        statement = statement.order_by(CapacityInterval.capacity_id)
+        return compiled(statement, columns, self._engine.dialect)
 
-    def audit_batches(self, day: date, until: int) -> Iterator[pa.RecordBatch]:
+    def audit_rows(self, day: date, until: int) -> Statement:
         """Audits of one UTC date, in the order of the ledger."""
         columns = [getattr(AuditResult, name) for name in AUDIT_COLUMNS]
         statement = select(*columns).where(
             self._within(AuditResult.audited_at, day), AuditResult.audit_id <= until
         )
-        yield from self._rows_reader.batches(statement.order_by(AuditResult.audit_id), columns)
+        return compiled(statement.order_by(AuditResult.audit_id), columns, self._engine.dialect)
 
     def dimension_rows(
         self, model: type[Model | Drafter | Variant | Tenant | Price], names: tuple[str, ...]
@@ -235,12 +211,21 @@ class LedgerSource:
         rows = self._rows(select(*columns).order_by(columns[0]))
         return [dict(zip(names, row, strict=True)) for row in rows]
 
-    @staticmethod
-    def _is_current(until: int) -> ColumnElement[bool]:
-        superseded = select(Request.supersedes_ledger_id).where(
-            Request.supersedes_ledger_id.is_not(None), Request.ledger_id <= until
-        )
+    @classmethod
+    def _superseded_ids(cls, until: int) -> Select[int | None]:
+        # `> 0` and not `IS NOT NULL`: for that SQLite reads every row instead of the index.
+        is_correction = Request.supersedes_ledger_id > 0
+        return select(Request.supersedes_ledger_id).where(is_correction, cls._is_up_to(until))
+
+    @classmethod
+    def _is_current(cls, until: int) -> ColumnElement[bool]:
+        superseded = cls._superseded_ids(until)
         return (Request.ledger_id <= until) & Request.ledger_id.not_in(superseded)
+
+    @staticmethod
+    def _is_up_to(until: int) -> ColumnElement[bool]:
+        # The sum keeps SQLite from walking the table by its key to find what an index has.
+        return Request.ledger_id + 0 <= until
 
     @staticmethod
     def _within(instant: InstrumentedAttribute[datetime], day: date) -> ColumnElement[bool]:

@@ -5,64 +5,38 @@ rows and corrections land where they belong and a rerun makes the same files. Ev
 reconciled against the ledger before the manifest that shows it is written.
 """
 
-import logging
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pyarrow as pa
+from types import TracebackType
+from typing import Self
 
 from exports.collect import collect_garbage, retire
 from exports.compact import Compactor
-from exports.days import DayWriter, Files
-from exports.dimensions import (
-    LEDGER_COLUMNS,
-    dim_date,
-    dim_outcome,
-    dim_time_band,
-    ledger_dimension,
-)
+from exports.data_file import DataFile
+from exports.day_messages import Opening, RowsDone
+from exports.day_pool import DayPool, FinishedDay
+from exports.days import DayKind, DayTask, whole_table
+from exports.dimension_tables import dimension_tables
+from exports.dirty_days import dirty_request_days
 from exports.errors import TargetError
-from exports.extract import LedgerSource, Watermark
-from exports.facts import FACT_CAPACITY, FACT_EQUIVALENCE, FACT_REQUEST
+from exports.extract import LedgerSource
+from exports.facts import FACT_CAPACITY, FACT_EQUIVALENCE, FACT_RECONCILIATION, FACT_REQUEST
+from exports.ledger_facts import DayTotals, Watermark
 from exports.lock import exclusive
-from exports.manifest import DataFile, Manifest, read_manifest, write_manifest
+from exports.manifest import Manifest, read_manifest, write_manifest
+from exports.reconcile import reconciliation_row
 from exports.retention import record_watermark
-from exports.schemas import (
-    DIM_DATE,
-    DIM_DRAFTER,
-    DIM_MODEL,
-    DIM_OUTCOME,
-    DIM_PRICE,
-    DIM_TENANT,
-    DIM_TIME_BAND,
-    DIM_VARIANT,
-    FACTS,
-    REQUEST_TABLES,
-    TABLES,
-)
-from exports.storage import Target
-from telemetry.ledger.models import Drafter, Model, Price, Tenant, Variant
+from exports.schemas import FACTS, REQUEST_TABLES, TABLES
+from exports.storage import Target, place
+from exports.write import day_folder
 
-logger = logging.getLogger(__name__)
+Files = dict[str, list[DataFile]]
 
 GRACE = timedelta(hours=24)
 """How long a file that is no longer used stays for readers that began before."""
-
-RECOUNTED = timedelta(days=3)
-"""Recent dates are counted again, to find rows that were committed later than the lag allowed."""
-
-_LEDGER_DIMENSIONS: tuple[tuple[Any, type[Any]], ...] = (
-    (DIM_MODEL, Model),
-    (DIM_DRAFTER, Drafter),
-    (DIM_VARIANT, Variant),
-    (DIM_TENANT, Tenant),
-    (DIM_PRICE, Price),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +46,8 @@ class ExportOptions:
     full: rewrite every date that the ledger holds. since: also rewrite the dates from here on.
     lag: how old a row must be; None takes the ledger's default (LedgerSource.default_lag).
     grace: how long files that are no longer used stay. wait_seconds: how long to wait for
-    another export of the same target.
+    another export of the same target. num_workers: processes that share the dates, each with
+    its own connection and some 300 MB of memory.
     """
 
     full: bool = False
@@ -80,6 +55,7 @@ class ExportOptions:
     lag: timedelta | None = None
     grace: timedelta = GRACE
     wait_seconds: float = 0.0
+    num_workers: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +106,8 @@ def run_export(
     with exclusive(target, options.wait_seconds), LedgerSource(ledger_url) as source:
         staging = target.staging_folder()
         try:
-            run = _Run(source, target, staging, options, now, on_progress)
-            summary = run.publish()
+            with _Run(source, target, staging, options, now, on_progress) as run:
+                summary = run.publish()
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         if summary.is_published:
@@ -159,15 +135,22 @@ class _Run:
         self._recorded_until = now - lag
         self._before = read_manifest(target)
         self._watermark = source.watermark(self._recorded_until)
+        self._staging = staging
         self._compactor = Compactor(target, staging)
-        self._writer = DayWriter(
-            source,
-            target,
-            staging,
-            self._watermark,
-            np.array(source.superseded_ids(self._watermark.ledger_id), dtype=np.int64),
-            self._count_rows,
-        )
+        superseded = source.superseded_ids(self._watermark.ledger_id)
+        opening = Opening(source.database, staging, tuple(superseded))
+        self._pool = DayPool(opening, self._totals, options.num_workers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.__exit__(kind, error, traceback)
 
     @property
     def last_ledger_id(self) -> int:
@@ -176,31 +159,35 @@ class _Run:
     def publish(self) -> ExportSummary:
         after = Watermark() if self._options.full else self._before.watermark
         until = self._watermark
-        if after.ledger_id < until.ledger_id:
-            self._source.start_reading()
-        request_days, protected = self._request_days(after)
+        if until != after:
+            self._pool.start(until.ledger_id - after.ledger_id)
+        request_days, protected = dirty_request_days(
+            self._source,
+            self._before.day_rows(FACT_REQUEST.name),
+            (after.ledger_id, until.ledger_id),
+            self._options.since,
+            self._now,
+        )
         capacity_days = self._source.capacity_dates(after.capacity_id, until.capacity_id)
         audit_days = self._source.audit_dates(after.audit_id, until.audit_id)
         self._num_days = len(request_days) + len(capacity_days) + len(audit_days)
 
         tables = dict(self._before.tables)
-        for days, facts, write in (
-            (request_days, REQUEST_TABLES, self._writer.request_tables),
-            (capacity_days, (FACT_CAPACITY,), self._writer.capacity_table),
-            (audit_days, (FACT_EQUIVALENCE,), self._writer.equivalence_table),
+        for kind, days, facts in (
+            (DayKind.REQUESTS, request_days, REQUEST_TABLES),
+            (DayKind.CAPACITY, capacity_days, (FACT_CAPACITY,)),
+            (DayKind.EQUIVALENCE, audit_days, (FACT_EQUIVALENCE,)),
         ):
             for fact in facts:
                 files = tables.get(fact.name, ())
                 tables[fact.name] = self._compactor.split(fact, files, days)
-            for day in sorted(days):
-                _replace_day(tables, day, write(day))
-                self._num_days_done += 1
-                self._report()
+            self._write(kind, sorted(days), tables)
         last = max(_days(tables), default=self._now.date())
         for fact in FACTS:
             tables[fact.name] = self._compactor.merged(fact, tables[fact.name], last)
-        for name, rewritten_files in self._dimensions(tables).items():
-            tables[name] = tuple(rewritten_files)
+        for table, rows in dimension_tables(self._source, _days(tables), self._now.date()):
+            staged = whole_table(self._staging, table, "", rows)
+            tables[table.name] = tuple(place(self._target, staged))
 
         rewritten = tuple(sorted(request_days | capacity_days | audit_days))
         manifest, is_published = self._before, False
@@ -228,6 +215,40 @@ class _Run:
             recorded_until=self._recorded_until,
         )
 
+    def _write(
+        self, kind: DayKind, days: list[date], tables: dict[str, tuple[DataFile, ...]]
+    ) -> None:
+        for event in self._pool.write([self._task(kind, day) for day in days]):
+            if isinstance(event, RowsDone):
+                self._num_rows += event.num_rows
+            else:
+                _replace_day(tables, event.task.day, self._placed(event))
+                self._num_days_done += 1
+            self._report()
+
+    def _task(self, kind: DayKind, day: date) -> DayTask:
+        source, until = self._source, self._watermark
+        if kind is DayKind.CAPACITY:
+            return DayTask(kind, day, source.capacity_rows(day, until.capacity_id))
+        if kind is DayKind.EQUIVALENCE:
+            return DayTask(kind, day, source.audit_rows(day, until.audit_id))
+        rows = source.request_rows(day, until.ledger_id)
+        return DayTask(kind, day, rows, source.acceptance_rows(day, until.ledger_id))
+
+    def _totals(self, task: DayTask) -> DayTotals:
+        if task.kind is not DayKind.REQUESTS:
+            return DayTotals()
+        return self._source.day_totals(task.day, self._watermark.ledger_id)
+
+    def _placed(self, finished: FinishedDay) -> Files:
+        """The date's files in their places, once they agree with the ledger."""
+        staged = dict(finished.written.files)
+        if finished.task.kind is DayKind.REQUESTS:
+            row, folder = reconciliation_row(finished), day_folder(finished.task.day)
+            table = FACT_RECONCILIATION
+            staged[table.name] = whole_table(self._staging, table, folder, row)
+        return {name: place(self._target, files) for name, files in staged.items()}
+
     def _publish(self, manifest: Manifest) -> None:
         # An object store has no lock across machines; a second writer shows itself here.
         found = read_manifest(self._target).generation
@@ -236,54 +257,6 @@ class _Run:
                 f"another export published generation {found} meanwhile; nothing was changed"
             )
         write_manifest(self._target, manifest)
-
-    def _request_days(self, after: Watermark) -> tuple[set[date], set[date]]:
-        until = self._watermark.ledger_id
-        published = self._before.day_rows(FACT_REQUEST.name)
-        days = self._source.request_dates(after.ledger_id, until)
-        recent = (self._now - RECOUNTED).date()
-        counted_from = min([recent, *days, *filter(None, [self._options.since])])
-        counts = self._source.day_counts(counted_from, until)
-        for day, count in counts.items():
-            is_late = day >= recent and count > published.get(day, 0)
-            is_wanted = self._options.since is not None and day >= self._options.since
-            if is_late or is_wanted:
-                days.add(day)
-        protected = set()
-        for day in sorted(days):
-            if counts.get(day, 0) >= published.get(day, 0):
-                continue
-            # A correction may move a request to another date, pruning takes its row away.
-            totals = self._source.day_totals(day, until)
-            if totals.num_requests + totals.num_superseded < published[day]:
-                protected.add(day)
-                logger.warning(
-                    "%s stays as published: the ledger holds %d requests of it, the export %d",
-                    day,
-                    totals.num_requests,
-                    published[day],
-                )
-        return days - protected, protected
-
-    def _dimensions(self, tables: dict[str, tuple[DataFile, ...]]) -> Files:
-        days = _days(tables)
-        today = self._now.date()
-        rows: list[tuple[Any, pa.Table]] = [
-            (DIM_DATE, dim_date(min(days, default=today), max(days, default=today))),
-            (DIM_TIME_BAND, dim_time_band()),
-            (DIM_OUTCOME, dim_outcome()),
-        ]
-        for table, model in _LEDGER_DIMENSIONS:
-            members = self._source.dimension_rows(model, LEDGER_COLUMNS[table.name])
-            rows.append((table, ledger_dimension(table, members)))
-        files: Files = {}
-        for table, content in rows:
-            files |= self._writer.dimension(table, content)
-        return files
-
-    def _count_rows(self, num_rows: int) -> None:
-        self._num_rows += num_rows
-        self._report()
 
     def _report(self) -> None:
         if self._on_progress is not None:

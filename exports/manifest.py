@@ -12,33 +12,15 @@ from typing import Any
 from exports.columns import (
     SCHEMA_VERSION,
 )
+from exports.data_file import DataFile
 from exports.errors import TargetError
-from exports.extract import Watermark
+from exports.ledger_facts import Watermark
 from exports.schemas import (
     TABLES,
 )
 from exports.storage import Target
 
 MANIFEST_NAME = "manifest.json"
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """A published file. `path` is relative to the root.
-
-    `day_rows` holds the UTC dates of its rows with their number; it is empty for a dimension.
-    """
-
-    path: str
-    num_rows: int
-    num_bytes: int
-    sha256: str
-    day_rows: tuple[tuple[date, int], ...] = ()
-
-    @property
-    def days(self) -> tuple[date, ...]:
-        """The dates of its rows, in order."""
-        return tuple(day for day, _ in self.day_rows)
 
 
 @dataclass(frozen=True, slots=True)

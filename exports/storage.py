@@ -5,8 +5,9 @@ and the manifest is replaced by one write, which the stores make atomic.
 """
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import fs
 
+from exports.data_file import DataFile, StagedFile
 from exports.errors import TargetError
 
 _COPY_BYTES = 8 * 1024 * 1024
@@ -56,17 +58,16 @@ class Target:
         return Path(self._root) if self.is_local else None
 
     def staging_folder(self) -> Path:
-        """A local folder for files in the making, emptied of what a killed run left there.
+        """A new local folder for files in the making; what a killed run left there is removed.
 
         Beside a local target, so that a finished file is moved and not copied.
         """
         try:
             if self.is_local:
-                staging = Path(self._root) / STAGING
-                staging.mkdir(exist_ok=True)
-                for left_over in staging.iterdir():
-                    left_over.unlink()
-                return staging
+                parent = Path(self._root) / STAGING
+                shutil.rmtree(parent, ignore_errors=True)
+                parent.mkdir(exist_ok=True)
+                return Path(tempfile.mkdtemp(dir=parent))
             return Path(tempfile.mkdtemp(prefix="tandem-export-"))
         except OSError as error:
             raise TargetError(f"cannot stage files: {error}") from error
@@ -149,6 +150,15 @@ class Target:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def place(target: Target, files: Iterable[StagedFile]) -> list[DataFile]:
+    """Put staged files in their places. No reader looks there until a manifest says so."""
+    placed = []
+    for entry in files:
+        target.put(entry.staged, entry.file.path)
+        placed.append(entry.file)
+    return placed
 
 
 def _open(location: str) -> tuple[fs.FileSystem, str]:

@@ -11,10 +11,9 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from exports.columns import Table, TableKind
+from exports.data_file import DataFile, StagedFile
 from exports.dimensions import date_of
 from exports.errors import TargetError
-from exports.manifest import DataFile
-from exports.storage import Target
 
 ROW_GROUP_ROWS = 131_072
 MAX_FILE_ROWS = 32 * ROW_GROUP_ROWS
@@ -23,22 +22,15 @@ _HASH_BYTES = 1024 * 1024
 
 
 class TableWriter:
-    """Writes a part of a table as staged files and publishes each when it is full.
+    """Writes a part of a table as local, staged files, each checked by reading it back.
 
-    `folder` is the part's folder below the table's, "" for a whole dimension. A file's name is
-    new for new content: it holds the content's hash. Nothing refers to the files until a
-    manifest does.
+    `folder` is the part's folder below the table's, "" for a whole dimension. The name that a
+    file is to get at the target is new for new content: it holds the content's hash.
     """
 
     def __init__(
-        self,
-        target: Target,
-        staging: Path,
-        table: Table,
-        folder: str,
-        summed: tuple[str, ...] = (),
+        self, staging: Path, table: Table, folder: str, summed: tuple[str, ...] = ()
     ) -> None:
-        self._target = target
         self._staging = staging
         self._table = table
         self._folder = folder
@@ -47,10 +39,9 @@ class TableWriter:
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
         self._writer: parquet.ParquetWriter | None = None
-        self._staged = staging / f"{table.name}-{folder or 'all'}.parquet"
         self._num_file_rows = 0
         self._key_rows: dict[int, int] = {}
-        self.files: list[DataFile] = []
+        self._files: list[StagedFile] = []
         self.sums = dict.fromkeys(summed, 0)
         """Sums of the `summed` columns, read back from the written files."""
 
@@ -76,13 +67,13 @@ class TableWriter:
             self._waiting = [waiting.slice(ROW_GROUP_ROWS)]
             self._num_waiting -= ROW_GROUP_ROWS
 
-    def finish(self) -> list[DataFile]:
-        """Publish what is left. A fact without rows has no file; a dimension always has one."""
-        if self._num_waiting or not (self._is_fact or self.files):
+    def finish(self) -> list[StagedFile]:
+        """Write what is left. A fact without rows has no file; a dimension always has one."""
+        if self._num_waiting or not (self._is_fact or self._files):
             self._write(pa.concat_tables([self._schema.empty_table(), *self._waiting]))
             self._waiting, self._num_waiting = [], 0
-        self._publish()
-        return self.files
+        self._close_file()
+        return self._files
 
     def _write(self, rows: pa.Table) -> None:
         try:
@@ -103,9 +94,9 @@ class TableWriter:
                 key = entry["values"]
                 self._key_rows[key] = self._key_rows.get(key, 0) + entry["counts"]
         if self._num_file_rows >= MAX_FILE_ROWS:
-            self._publish()
+            self._close_file()
 
-    def _publish(self) -> None:
+    def _close_file(self) -> None:
         if self._writer is None:
             return
         try:
@@ -119,11 +110,15 @@ class TableWriter:
             raise TargetError(
                 f"{self._staged.name} holds {num_rows} rows, {self._num_file_rows} were written"
             )
-        name = self._file_name(digest)
-        self._target.put(self._staged, name)
         days = tuple((date_of(key), rows) for key, rows in sorted(self._key_rows.items()))
-        self.files.append(DataFile(name, num_rows, num_bytes, digest, days))
+        file = DataFile(self._file_name(digest), num_rows, num_bytes, digest, days)
+        self._files.append(StagedFile(self._staged, file))
         self._writer, self._num_file_rows, self._key_rows = None, 0, {}
+
+    @property
+    def _staged(self) -> Path:
+        part = f"{self._folder or 'all'}-{len(self._files):04}"
+        return self._staging / f"{self._table.name}-{part}.parquet"
 
     def _read_back(self) -> int:
         with parquet.ParquetFile(self._staged) as written:
@@ -135,7 +130,7 @@ class TableWriter:
 
     def _file_name(self, digest: str) -> str:
         folder = "/".join(filter(None, [self._table.name, self._folder]))
-        return f"{folder}/part-{len(self.files):04}-{digest[:16]}.parquet"
+        return f"{folder}/part-{len(self._files):04}-{digest[:16]}.parquet"
 
 
 def day_folder(day: date) -> str:

@@ -88,6 +88,9 @@ def export(
     wait_seconds: Annotated[
         float, typer.Option(min=0, help="How long to wait for another export of this target.")
     ] = 0,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that share the dates, each with 300 MB.")
+    ] = 2,
     metrics_file: Annotated[
         Path | None, typer.Option(help="Write metrics in Prometheus' text format here.")
     ] = None,
@@ -118,6 +121,7 @@ def export(
         lag=None if lag_seconds is None else timedelta(seconds=lag_seconds),
         grace=timedelta(hours=grace_hours),
         wait_seconds=wait_seconds,
+        num_workers=workers,
     )
     stopped = threading.Event()
     if watch is not None:

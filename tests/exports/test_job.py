@@ -10,9 +10,10 @@ import pytest
 from pyarrow import parquet
 
 from exports.errors import ReconciliationError, SourceError
-from exports.extract import DayTotals, LedgerSource
+from exports.extract import LedgerSource
 from exports.facts import LATENCY_BOUNDS_SECONDS
 from exports.job import ExportOptions, ExportSummary, run_export
+from exports.ledger_facts import DayTotals
 from exports.schemas import (
     DIMENSIONS,
     FACTS,

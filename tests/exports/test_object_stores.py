@@ -2,7 +2,8 @@
 
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import fs, parquet
+from werkzeug.serving import make_server
 
 from exports.errors import LockedError, TargetError
 from exports.job import Progress, run_export
@@ -25,20 +27,30 @@ NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)
 
 
 class ObjectStore:
-    """A server that keeps its objects while it is away."""
+    """A server that keeps its objects while it is away; it can be told to refuse all writes."""
 
     def __init__(self) -> None:
+        self.refuses_writes = False
+        self._app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.start()
 
     def start(self) -> None:
-        self._server = moto_server.ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
-        self._server.start()
+        self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
-        self._server.stop()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if self.refuses_writes and environ["REQUEST_METHOD"] in {"PUT", "POST"}:
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>AccessDenied</Code></Error>"]
+        answer: Iterable[bytes] = self._app(environ, start_response)
+        return answer
 
     def filesystem(self) -> fs.FileSystem:
         return fs.S3FileSystem(
@@ -111,8 +123,13 @@ def test_changes_and_garbage_are_handled_in_a_bucket(
     assert stored(store, "b") == published(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "failure",
+    # The client tries for seconds to reach a store that is gone; a refusal is final.
+    ["refuses", pytest.param("is gone", marks=pytest.mark.slow)],
+)
 def test_a_store_that_fails_half_way_leaves_the_old_version(
-    store: ObjectStore, ledger: LedgerFill
+    failure: str, store: ObjectStore, ledger: LedgerFill
 ) -> None:
     url = store.url("bucket/c")
     run_export(ledger.url, url, now=NOW)
@@ -121,12 +138,17 @@ def test_a_store_that_fails_half_way_leaves_the_old_version(
         ledger.request(NOON + timedelta(days=index))
 
     def fail(progress: Progress) -> None:
-        if progress.num_days_done == 1:
+        if progress.num_days_done != 1:
+            return
+        if failure == "is gone":
             store.stop()
+        store.refuses_writes = True
 
     with pytest.raises(TargetError):
         run_export(ledger.url, url, now=NOW, on_progress=fail)
-    store.start()
+    if failure == "is gone":
+        store.start()
+    store.refuses_writes = False
     assert stored(store, "c") == before
     assert run_export(ledger.url, url, now=NOW).tables["fact_request"] == 6
 

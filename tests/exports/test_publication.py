@@ -8,19 +8,22 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pyarrow import parquet
 from sqlalchemy import text
 
 from exports import job
 from exports.errors import LockedError, SourceError, TargetError
+from exports.extract import LedgerSource
 from exports.job import ExportOptions, run_export
 from exports.lock import exclusive
 from exports.manifest import read_manifest
+from exports.row_stream import Statement
 from exports.storage import Target
 from telemetry.ledger.session import open_ledger
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
@@ -87,7 +90,7 @@ def ledger(tmp_path: Path) -> LedgerFill:
 
 
 @pytest.mark.parametrize(
-    ("step", "num_last"), [(25, 3), pytest.param(4, 12, marks=pytest.mark.slow)]
+    ("step", "num_last"), [(40, 2), pytest.param(4, 12, marks=pytest.mark.slow)]
 )
 def test_a_run_killed_at_any_write_leaves_the_old_version_or_the_new(
     step: int, num_last: int, ledger: LedgerFill, tmp_path: Path
@@ -155,6 +158,29 @@ def test_a_source_that_fails_half_way_leaves_the_old_version(
     with pytest.raises(SourceError, match="request_acceptance"):
         run_export(ledger.url, out, now=NOW)
     assert complete_version(out) == (1, 2)
+
+
+def test_a_reading_process_that_is_killed_leaves_the_old_version(
+    ledger: LedgerFill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    run_export(ledger.url, out, now=NOW)
+    ledger.request(NOON)
+    others = set(psutil.Process().children())
+    rows_of = LedgerSource.request_rows
+
+    def kill_first(self: LedgerSource, day: date, until: int) -> Statement:
+        for worker in set(psutil.Process().children()) - others:
+            worker.kill()
+        return rows_of(self, day, until)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LedgerSource, "request_rows", kill_first)
+        with pytest.raises(SourceError, match="ended with -9"):
+            run_export(ledger.url, out, now=NOW)
+    assert complete_version(out) == (1, 2)
+    run_export(ledger.url, out, now=NOW)
+    assert complete_version(out) == (2, 3)
 
 
 def test_a_second_export_leaves_while_the_first_runs(ledger: LedgerFill, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Processes that share the dates: the same bytes from any number, and none outlives its export."""
+
+import subprocess
+import sys
+from datetime import UTC, date, datetime, timedelta
+from multiprocessing import Pipe
+from pathlib import Path
+
+import psutil
+import pytest
+
+from exports import day_pool
+from exports.day_messages import Opening
+from exports.days import DayKind, DayTask
+from exports.job import ExportOptions, run_export
+from exports.row_stream import Database, Statement
+from tests.exports.ledgers import NOON, LedgerFill, new_ledger
+from tests.exports.test_job import published
+
+NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)
+ENDLESS = "WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s) SELECT count(*) FROM s"
+
+
+def test_any_number_of_processes_makes_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = LedgerFill(new_ledger(tmp_path))
+    ledger.dimensions()
+    for index in range(8):
+        ledger.request(NOON + timedelta(days=index // 2), drafted=(3, 2), accepted=(2, index % 2))
+        ledger.interval(NOON + timedelta(days=index))
+    monkeypatch.setattr(day_pool, "ROWS_PER_WORKER", 2)
+    seen: set[int] = set()
+    idle = len(psutil.Process().children())
+
+    def count(_: object) -> None:
+        seen.add(len(psutil.Process().children()) - idle)
+
+    for number in (1, 3):
+        options = ExportOptions(num_workers=number)
+        run_export(ledger.url, tmp_path / str(number), options, now=NOW, on_progress=count)
+    assert seen == {1, 3}
+    assert published(tmp_path / "1") == published(tmp_path / "3")
+    assert len(psutil.Process().children()) == idle
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_process_ends_with_its_export_whatever_it_is_doing(is_busy: bool, tmp_path: Path) -> None:
+    database = Database("sqlite", str(tmp_path / "ledger.db"))
+    ours, theirs = Pipe()
+    with theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "exports.day_worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=Path(__file__).parents[2],
+        )
+    ours.send(Opening(database, tmp_path, ()))
+    if is_busy:
+        task = DayTask(DayKind.CAPACITY, date(2026, 3, 28), Statement(ENDLESS, ("n",)))
+        ours.send(task)
+        process = psutil.Process(worker.pid)
+        while process.cpu_times().user < 0.5 and worker.poll() is None:
+            worker_is_reading = ours.poll(0.05)
+            assert not worker_is_reading, ours.recv()
+    ours.close()
+    assert worker.wait(timeout=30) == 0
