@@ -18,6 +18,7 @@ from engine.layout.plan import INVARIANT_PADDING, ForwardRow, Padding
 from engine.loader import UnsupportedModelError
 from engine.model_runner import ModelRunner
 from engine.packed_linear import PackedLinear
+from engine.planned_attention import PlannedAttention
 from engine.probe import check_agreement, probe_guarantee
 from engine.suitability import agreement_length, attention_shape
 from tests.engine.driver import tiny_engine
@@ -282,8 +283,8 @@ def test_attention_that_is_not_the_models_own_is_refused(
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_a_dropped_mask_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, logits, token_ids = runner_of(tiny_llama(dtype=dtype))
-    mask = runner._mask
-    monkeypatch.setattr(runner, "_mask", lambda *args: torch.zeros_like(mask(*args)))
+    mask = PlannedAttention._mask
+    monkeypatch.setattr(PlannedAttention, "_mask", lambda *args: torch.zeros_like(mask(*args)))
     with pytest.raises(UnsupportedModelError, match="our logits differ"):
         check_agreement("tiny", runner, logits, token_ids)
 
