@@ -23,7 +23,8 @@ from telemetry.ledger.records import InstanceRecord, ModelRecord
 from telemetry.ledger.recovery import close_orphans
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
-from telemetry.ledger.writer import LedgerWriter, WriterConfig
+from telemetry.ledger.writer import LedgerWriter
+from telemetry.ledger.writer_status import WriterConfig
 from telemetry.metrics import Metrics
 from telemetry.otel import Telemetry
 from telemetry.prices import PriceSchedule

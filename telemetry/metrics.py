@@ -10,7 +10,7 @@ from opentelemetry.metrics import Meter
 from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry import names
 from telemetry.ledger.records import LatencySummary, Outcome, RequestCost
-from telemetry.ledger.writer import WriterStatus
+from telemetry.ledger.writer_status import WriterStatus
 from telemetry.names import MetricSpec, create_instrument
 
 OTHER = "other"

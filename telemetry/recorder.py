@@ -89,7 +89,7 @@ class Recorder:
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._is_closed = False
         # Before any request: what a killed server leaves open is found by its instance.
-        writer.submit(instance)
+        writer.post(instance)
         self._heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
         self._live = LiveAccounts(
             accounting, metrics, clock, step_span_every=step_span_every, on_tick=self._on_tick
@@ -120,7 +120,7 @@ class Recorder:
             trace=trace,
         )
         self._live.open(open_request)
-        self._writer.submit(
+        self._writer.post(
             StartRecord(
                 record_id=open_request.record_id,
                 instance_id=self._instance.instance_id,
@@ -184,7 +184,7 @@ class Recorder:
             self._record(open_request, outcome, status_code, latency, cost),
             error=bounded_text(error, MAX_ERROR_CHARACTERS),
         )
-        self._writer.submit(record)
+        self._writer.post(record)
         with never_failing("metrics of a lost request"):
             self._metrics.on_cost(cost)
             if open_request.trace is not None:
@@ -208,7 +208,7 @@ class Recorder:
         now = self._clock.utc(self._clock.now_nanoseconds())
         with self._lock:
             attempt = self._next_attempt(request_id) if request_id else 1
-        self._writer.submit(
+        self._writer.post(
             RequestRecord(
                 record_id=record_id,
                 instance_id=self._instance.instance_id,
@@ -232,7 +232,7 @@ class Recorder:
 
     def on_audit(self, finding: AuditFinding) -> None:
         """See Recording."""
-        self._writer.submit(
+        self._writer.post(
             AuditRecord(
                 audit_uid=new_record_id(),
                 request_id=finding.request_id,
@@ -265,7 +265,7 @@ class Recorder:
         self._is_closed = True
         now, intervals = self._live.close()
         for interval in intervals:
-            self._writer.submit(interval)
+            self._writer.post(interval)
         ended_at = self._clock.utc(now)
         last: Future[bool] = self._writer.submit(
             replace(self._instance, last_seen_at=ended_at, stopped_at=ended_at)
@@ -320,7 +320,7 @@ class Recorder:
 
     def _on_tick(self, now_nanoseconds: int, intervals: list[CapacityRecord]) -> None:
         for interval in intervals:
-            self._writer.submit(interval)
+            self._writer.post(interval)
             self._metrics.on_interval(
                 interval.cost_idle_nano_usd,
                 interval.num_emitted_tokens,
@@ -330,4 +330,4 @@ class Recorder:
         if now_nanoseconds / 1e9 >= self._heartbeat_at:
             self._heartbeat_at = now_nanoseconds / 1e9 + _HEARTBEAT_SECONDS
             seen_at = self._clock.utc(now_nanoseconds)
-            self._writer.submit(replace(self._instance, last_seen_at=seen_at))
+            self._writer.post(replace(self._instance, last_seen_at=seen_at))

@@ -88,6 +88,11 @@ class Journal:
         return self._total_bytes
 
     @property
+    def is_nearly_full(self) -> bool:
+        """Whether four fifths of the cap are used."""
+        return self._total_bytes > 0.8 * self._max_bytes
+
+    @property
     def is_empty(self) -> bool:
         """Whether every record has been replayed."""
         return not self.segments()

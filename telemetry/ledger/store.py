@@ -42,6 +42,11 @@ class LedgerStore:
         self._dimensions = Dimensions()
         self._partitioned_days: set[date] = set()
 
+    def require_answer(self) -> None:
+        """Raises sqlalchemy.exc.SQLAlchemyError while the database is away."""
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql("SELECT 1")
+
     def write(self, records: Sequence[Record], *, may_exist: bool) -> None:
         """Write all records or none. `may_exist`: some may have been written before.
 

@@ -21,49 +21,20 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from telemetry.ledger.journal import Journal, JournalFullError
 from telemetry.ledger.records import Record, RequestRecord, encode_record
 from telemetry.ledger.store import LedgerStore, is_connection_failure
+from telemetry.ledger.writer_status import WriterConfig, WriterStatus
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WriterConfig:
-    """Bounds of the writer.
-
-    max_queued_records: beyond this many waiting records new ones are refused (the disk hangs).
-    max_batch_records: records in one transaction.
-    first_retry_seconds, last_retry_seconds: waits between tries while the database is away.
-    """
-
-    max_queued_records: int = 100_000
-    max_batch_records: int = 2_000
-    first_retry_seconds: float = 0.25
-    last_retry_seconds: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class WriterStatus:
-    """A momentary reading, for metrics. Counts are totals since the start.
-
-    lag_seconds is the age of the oldest record that is not in the database yet; records that an
-    earlier process left in the journal count from the start of this one.
-    """
-
-    num_queued: int
-    num_written: int
-    num_requests_written: int
-    num_spilled: int
-    num_set_aside: int
-    num_lost: int
-    journal_bytes: int
-    lag_seconds: float
-    is_database_away: bool
 
 
 @dataclass(slots=True)
 class _Entry:
     record: Record
-    durable: "Future[bool]"
     submitted_at: float
+    durable: "Future[bool] | None" = None
+
+    def settle(self, is_durable: bool) -> None:
+        if self.durable is not None:
+            self.durable.set_result(is_durable)
 
 
 @dataclass(slots=True)
@@ -91,7 +62,9 @@ class LedgerWriter:
         *,
         migrate: Callable[[], None] | None = None,
         prepare: Callable[[], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = now
         self._store = store
         self._journal = journal
         self._config = config or WriterConfig()
@@ -106,25 +79,30 @@ class LedgerWriter:
         self._retry_at = 0.0
         self._retry_wait = self._config.first_retry_seconds
         self._away = False
-        self._journal_since = None if journal.is_empty else time.monotonic()
+        self._has_warned = False  # that the journal is nearly full
+        self._journal_since = None if journal.is_empty else self._now()
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
 
     def submit(self, record: Record) -> "Future[bool]":
         """Queue a record. The future gives True once it is durable, False when it is lost."""
-        entry = _Entry(record, Future(), time.monotonic())
+        durable: Future[bool] = Future()
+        self._queue_up(_Entry(record, self._now(), durable))
+        return durable
+
+    def post(self, record: Record) -> None:
+        """Queue a record for whose durability nobody waits; the same otherwise, and cheaper."""
+        self._queue_up(_Entry(record, self._now()))
+
+    def _queue_up(self, entry: _Entry) -> None:
         with self._changed:
-            if self._closing or len(self._queue) >= self._config.max_queued_records:
-                self._totals.lost += 1
-                refused = True
-            else:
+            if not self._closing and len(self._queue) < self._config.max_queued_records:
                 self._queue.append(entry)
                 self._changed.notify()
-                refused = False
-        if refused:
-            _log.critical("ledger record lost: the writer is closed or its queue is full")
-            entry.durable.set_result(False)
-        return entry.durable
+                return
+            self._totals.lost += 1
+        _log.critical("ledger record lost: the writer is closed or its queue is full")
+        entry.settle(False)
 
     def status(self) -> WriterStatus:
         """Cheap; for gauges."""
@@ -140,7 +118,7 @@ class LedgerWriter:
                 num_set_aside=self._totals.set_aside,
                 num_lost=self._totals.lost,
                 journal_bytes=self._journal.num_bytes,
-                lag_seconds=max(0.0, time.monotonic() - min(oldest)) if oldest else 0.0,
+                lag_seconds=max(0.0, self._now() - min(oldest)) if oldest else 0.0,
                 is_database_away=self._away,
             )
 
@@ -162,7 +140,7 @@ class LedgerWriter:
         """
         with self._changed:
             self._closing = True
-            self._hurry_at = time.monotonic() + timeout_seconds / 2
+            self._hurry_at = self._now() + timeout_seconds / 2
             self._changed.notify_all()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
@@ -179,7 +157,9 @@ class LedgerWriter:
                 self._handle(batch)
             except Exception:
                 _log.critical("ledger batch lost", exc_info=True)
-                if batch and not batch[0].durable.done():
+                if batch and self._queue and self._queue[0] is batch[0]:
+                    with self._changed:
+                        self._totals.lost += len(batch)
                     self._settle(batch, durable=False)
 
     def _next_batch(self) -> list[_Entry] | None:
@@ -197,7 +177,7 @@ class LedgerWriter:
                     return []
                 wait: float | None = None
                 if self._is_behind():
-                    wait = self._retry_at - time.monotonic()
+                    wait = self._retry_at - self._now()
                     if wait <= 0:
                         return []
                 self._changed.wait(wait)
@@ -214,9 +194,9 @@ class LedgerWriter:
             # Order first: what comes after journalled records waits behind them, on disk.
             if batch:
                 self._settle(batch, durable=self._spill(records))
-            if self._retry_at <= time.monotonic() < self._hurry_at:
+            if self._retry_at <= self._now() < self._hurry_at:
                 self._catch_up()
-        elif time.monotonic() < self._hurry_at and self._try_write(records, may_exist=False):
+        elif self._now() < self._hurry_at and self._try_write(records, may_exist=False):
             self._settle(batch, durable=True)
         else:
             self._settle(batch, durable=self._spill(records))
@@ -225,8 +205,9 @@ class LedgerWriter:
         """Migrate, replay and prepare; stops between segments when new records wait."""
         try:
             if self._migrate is not None:
-                self._migrate()
+                self._migrate()  # makes what is missing
                 self._migrate = None
+            self._store.require_answer()  # before a segment is read for nothing
             segments = self._journal.segments()
             while segments:
                 self._replay_segment(segments[0])
@@ -299,10 +280,17 @@ class LedgerWriter:
                 self._totals.lost += len(records)
             _log.critical("%d ledger records lost: %s", len(records), error)
             return False
+        if self._journal.is_nearly_full and not self._has_warned:
+            self._has_warned = True
+            _log.critical(
+                "the ledger's journal is nearly full (%d bytes); once it is full, records are "
+                "lost: bring the database back or raise the cap",
+                self._journal.num_bytes,
+            )
         with self._changed:
             self._totals.spilled += len(records)
             if self._journal_since is None:
-                self._journal_since = time.monotonic()
+                self._journal_since = self._now()
         return True
 
     def _settle(self, batch: list[_Entry], *, durable: bool) -> None:
@@ -311,19 +299,19 @@ class LedgerWriter:
                 self._queue.popleft()
             self._changed.notify_all()
         for entry in batch:
-            entry.durable.set_result(durable)
+            entry.settle(durable)
 
     def _database_failed(self, error: Exception) -> None:
         if not self._away and not isinstance(error, _StillAwayError):
             _log.error("the ledger's database is away, records go to the journal: %s", error)
         self._away = True
-        self._retry_at = time.monotonic() + self._retry_wait
+        self._retry_at = self._now() + self._retry_wait
         self._retry_wait = min(self._retry_wait * 2, self._config.last_retry_seconds)
 
     def _database_answered(self) -> None:
         if self._away:
             _log.warning("the ledger's database is back")
-        self._away = False
+        self._away = self._has_warned = False
         self._retry_at = 0.0
         self._retry_wait = self._config.first_retry_seconds
 

@@ -8,6 +8,7 @@ writers are killed at random moments, and a recorder's costs are reconciled with
 """
 
 import argparse
+import gc
 import json
 import logging
 import resource
@@ -25,7 +26,8 @@ from telemetry.ledger.queries import ledger_stats, reconcile
 from telemetry.ledger.records import RequestRecord
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
-from telemetry.ledger.writer import LedgerWriter, WriterConfig
+from telemetry.ledger.writer import LedgerWriter
+from telemetry.ledger.writer_status import WriterConfig
 from tests.telemetry.ledger_records import request_record, start_record
 from tests.telemetry.postgres_server import running_postgres
 from tests.telemetry.recording_rig import recording_rig
@@ -49,13 +51,15 @@ def rows_per_second(url: str, folder: Path, num_requests: int) -> float:
     for first in range(0, num_requests, CHUNK):
         records = [_request(n) for n in range(first, min(first + CHUNK, num_requests))]
         pairs = [(start_record(record), record) for record in records]
+        gc.freeze()  # a server never holds ten thousand finished requests for the collector to scan
         started = time.perf_counter()
         for start, record in pairs:
-            writer.submit(start)
+            writer.post(start)
             writer.submit(record)
         if not writer.wait_until_written(600):
             raise RuntimeError("the ledger did not keep up")
         seconds += time.perf_counter() - started
+        gc.unfreeze()
     writer.close()
     found = ledger_stats(engine)
     engine.dispose()

@@ -32,7 +32,8 @@ from telemetry.ledger.records import InstanceRecord, Record
 from telemetry.ledger.recovery import close_orphans
 from telemetry.ledger.session import open_ledger
 from telemetry.ledger.store import LedgerStore
-from telemetry.ledger.writer import LedgerWriter, WriterConfig
+from telemetry.ledger.writer import LedgerWriter
+from telemetry.ledger.writer_status import WriterConfig
 from tests.telemetry.ledger_records import request_record, start_record
 
 ID_BYTES = 32

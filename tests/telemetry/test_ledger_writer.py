@@ -19,7 +19,8 @@ from telemetry.ledger.queries import ledger_stats
 from telemetry.ledger.records import Outcome, Record, decode_record, encode_record
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
-from telemetry.ledger.writer import LedgerWriter, WriterConfig
+from telemetry.ledger.writer import LedgerWriter
+from telemetry.ledger.writer_status import WriterConfig
 from tests.telemetry.ledger_records import request_record, start_record
 from tests.telemetry.postgres_server import PostgresServer, running_postgres
 
