@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from transformers import PreTrainedTokenizerBase
 
+from engine.breaker import BreakerState
 from engine.request import FinishReason
 from engine.stats import ModelInfo, StepStats
 from service import errors
@@ -76,6 +77,7 @@ class Server:
             self._fail,
             self._record_step,
             self._record_audit,
+            self._record_breaker,
         )
         self._health = HealthMonitor(
             self._is_healthy, interval_seconds=min(1.0, settings.stall_seconds / 4)
@@ -211,6 +213,10 @@ class Server:
     def _record_audit(self, finding: "AuditFinding") -> None:
         if self._recording is not None:
             self._recording.on_audit(recorded(finding))
+
+    def _record_breaker(self, state: BreakerState) -> None:
+        if self._recording is not None:
+            self._recording.on_breaker(str(state))
 
     def _fail(self, error: Exception) -> None:
         _log.critical("the engine has failed", exc_info=error)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from engine.breaker import BreakerState, SpeculationBreaker
 from engine.request import FinishReason, GenerationRequest
 from engine.stats import EngineLoad, ModelInfo, StepStats
 from engine.step import StepOutput
@@ -32,6 +33,8 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def load(self) -> EngineLoad: ...
     def audit_next(self) -> "AuditFinding | None": ...
+    @property
+    def breaker(self) -> SpeculationBreaker: ...
 
 
 class EngineState(StrEnum):
@@ -62,8 +65,9 @@ class EngineThread:
 
     on_output is called on the event loop, once per step that produced something. on_failure is
     called there when the engine raises; no output follows. on_step is called in the engine's
-    thread before the output of the same step is on its way, on_audit there in idle time. Made on
-    the event loop, to which all methods belong.
+    thread before the output of the same step is on its way, on_audit there in idle time and
+    on_breaker when the breaker of speculation changes. Made on the event loop, to which all
+    methods belong.
     """
 
     def __init__(
@@ -73,8 +77,11 @@ class EngineThread:
         on_failure: Callable[[Exception], None],
         on_step: Callable[[StepStats], None],
         on_audit: Callable[["AuditFinding"], None],
+        on_breaker: Callable[[BreakerState], None],
     ) -> None:
         self._on_audit = on_audit
+        self._on_breaker = on_breaker
+        self._breaker_state = BreakerState.CLOSED
         self._build = build
         self._on_step = on_step
         self._on_output = on_output
@@ -165,6 +172,7 @@ class EngineThread:
             finding = engine.audit_next()
             if finding is not None:
                 self._on_audit(finding)
+                self._watch_breaker(engine)
                 continue
             with self._wake:
                 if not (self._stopping or self._inbox):
@@ -181,10 +189,17 @@ class EngineThread:
             if output.stats is not None:
                 self._on_step(output.stats)
             self._load = engine.load()
+            self._watch_breaker(engine)
         finally:
             self._step_started_at = None
         if output.deltas or output.finished or output.stats is not None:
             self._call(self._on_output, output)
+
+    def _watch_breaker(self, engine: Engine) -> None:
+        state = engine.breaker.state(time.monotonic())
+        if state is not self._breaker_state:
+            self._breaker_state = state
+            self._on_breaker(state)
 
     def _read_inbox(self, engine: Engine) -> None:
         answers: list[tuple[asyncio.Future[None], Exception | None]] = []

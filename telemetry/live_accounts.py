@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from engine.stats import StepStats
 from telemetry.accounting import Accounting
@@ -65,6 +65,13 @@ class LiveAccounts:
         """Note an open request: while there is one, time outside steps is not yet idle."""
         with self._lock:
             self._open[request.record_id] = request
+
+    def add_event(self, name: str, attributes: Mapping[str, str]) -> None:
+        """Note something on the traces of all open requests."""
+        with self._lock:
+            for request in self._open.values():
+                if request.trace is not None:
+                    request.trace.add_event(name, attributes)
 
     def on_step(self, stats: StepStats) -> None:
         """Queue a step; costs its caller nothing."""

@@ -45,6 +45,7 @@ class Metrics:
             spec.name: create_instrument(meter, spec) for spec in names.METRICS
         }
         self._bounded: dict[str, BoundedValues] = {}
+        self._set(names.BREAKER_OPEN, 0)
         self._ledger_totals = (0, 0, 0, 0)
         self._num_preemptions = 0
 
@@ -59,6 +60,7 @@ class Metrics:
         ):
             if nanoseconds:
                 self._add(names.STEP_PHASE_TIME, nanoseconds / 1e9, {names.ATTR_PHASE: phase})
+        self._on_decisions(stats)
         for row in _sampled(stats):
             self._record(names.DRAFT_LENGTH, row.num_draft_positions)
             if row.num_emitted_tokens:
@@ -66,6 +68,13 @@ class Metrics:
         if stats.num_preemptions > self._num_preemptions:
             self._add(names.PREEMPTIONS, stats.num_preemptions - self._num_preemptions)
         self._num_preemptions = stats.num_preemptions  # the engine's total so far
+
+    def _on_decisions(self, stats: StepStats) -> None:
+        num_drafting = sum(row.num_draft_positions > 0 for row in stats.rows)
+        num_decoding = sum(row.num_decode_positions > 0 for row in stats.rows)
+        for decision, count in (("draft", num_drafting), ("plain", num_decoding - num_drafting)):
+            if count:
+                self._add(names.DECISIONS, count, {names.ATTR_DECISION: decision})
 
     def on_load(self, stats: StepStats) -> None:
         """The readings of the newest step, for gauges."""
@@ -109,6 +118,9 @@ class Metrics:
         ):
             if count:
                 self._add(names.TOKENS, count, {**of_variant, names.ATTR_GEN_AI_TOKEN_TYPE: kind})
+        if stats.first_scheduled_at is not None:
+            result = "hit" if stats.num_cached_prompt_tokens else "miss"
+            self._add(names.PREFIX_LOOKUPS, 1, {names.ATTR_CACHE_RESULT: result})
         self._on_speculation(stats, of_variant)
 
     def on_refused(self, reason: str) -> None:
@@ -118,6 +130,11 @@ class Metrics:
     def on_audit(self, verdict: str) -> None:
         """A verdict of the equivalence auditor."""
         self._add(names.AUDITS, 1, {names.ATTR_VERDICT: verdict})
+
+    def on_breaker(self, state: str) -> None:
+        """The breaker that switches speculation off has changed: closed, open, half_open."""
+        self._add(names.BREAKER_CHANGES, 1, {names.ATTR_BREAKER_STATE: state})
+        self._set(names.BREAKER_OPEN, 1 if state == "open" else 0)
 
     def on_cost(self, cost: RequestCost) -> None:
         """The cost of a finished request."""

@@ -1,4 +1,4 @@
-"""Every name, unit and bucket that leaves the process as telemetry: the one place to look.
+"""Every name and unit that leaves the process as telemetry: the one place to look.
 
 OpenTelemetry's GenAI and RPC names where they exist, `tandem.*` for speculation, cost, energy
 and the ledger. Attribute values come from small fixed sets; request ids, trace ids, tenants and
@@ -10,6 +10,14 @@ from enum import StrEnum
 from typing import Any
 
 from opentelemetry.metrics import Meter
+
+from telemetry.buckets import (
+    CALL_BUCKETS,
+    DURATION_BUCKETS,
+    TOKENS_PER_STEP_BUCKETS,
+    TPOT_BUCKETS,
+    TTFT_BUCKETS,
+)
 
 SCOPE = "tandem"
 PROVIDER = "tandem"
@@ -39,6 +47,8 @@ ATTR_GEN_AI_TOKEN_TYPE = "gen_ai.token.type"
 
 ATTR_DRAFTER = "tandem.speculation.drafter"
 ATTR_VARIANT = "tandem.variant"
+ATTR_DECISION = "tandem.speculation.decision"
+ATTR_BREAKER_STATE = "tandem.speculation.breaker_state"
 ATTR_POSITION = "tandem.speculation.position"
 ATTR_DRAFT_TOKENS = "tandem.speculation.draft_tokens"
 ATTR_ACCEPTED_TOKENS = "tandem.speculation.accepted_tokens"
@@ -53,6 +63,7 @@ ATTR_PHASE = "tandem.step.phase"
 ATTR_VERDICT = "tandem.audit.verdict"
 ATTR_KIND = "tandem.ledger.record_kind"
 ATTR_STATE = "tandem.state"
+ATTR_CACHE_RESULT = "tandem.prefix_cache.result"
 ATTR_STEP_INDEX = "tandem.step.index"
 ATTR_STEP_ROWS = "tandem.step.rows"
 ATTR_STEP_PREFILL_POSITIONS = "tandem.step.prefill_positions"
@@ -67,41 +78,6 @@ EVENT_FIRST_TOKEN = "first_token"
 EVENT_PREEMPTED = "preempted"
 EVENT_FALL_BACK = "fall_back"
 EVENT_BREAKER = "breaker"
-
-# The advised GenAI buckets, with bounds below 10 ms added: with speculation most tokens take
-# less than that, and would all fall into the first bucket.
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0,
-)  # fmt: skip
-TPOT_BUCKETS = (
-    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
-    0.75, 1.0, 2.5,
-)  # fmt: skip
-DURATION_BUCKETS = (
-    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84,
-    327.68,
-)  # fmt: skip
-CALL_BUCKETS = (
-    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
-    120.0, 300.0,
-)  # fmt: skip
-TOKENS_PER_STEP_BUCKETS = (
-    1.0,
-    2.0,
-    3.0,
-    4.0,
-    5.0,
-    6.0,
-    7.0,
-    8.0,
-    9.0,
-    12.0,
-    16.0,
-    24.0,
-    32.0,
-    64.0,
-)
 
 
 class Instrument(StrEnum):
@@ -207,6 +183,18 @@ DRAFT_LENGTH = MetricSpec(
     "K: tokens drafted for a decoding row, 0 included; a few rows of each step.", (),
     (0.0, *TOKENS_PER_STEP_BUCKETS),
 )  # fmt: skip
+DECISIONS = MetricSpec(
+    "tandem.speculation.decisions", Instrument.COUNTER, "{row}",
+    "Decoding rows of all steps by what the controller chose: draft, plain.", (ATTR_DECISION,),
+)  # fmt: skip
+BREAKER_CHANGES = MetricSpec(
+    "tandem.speculation.breaker_changes", Instrument.COUNTER, "{change}",
+    "Changes of the breaker that divergences trip, by the new state.", (ATTR_BREAKER_STATE,),
+)  # fmt: skip
+BREAKER_OPEN = MetricSpec(
+    "tandem.speculation.breaker_open", Instrument.GAUGE, "1",
+    "1 while the breaker keeps speculation off, else 0.",
+)  # fmt: skip
 GOODPUT = MetricSpec(
     "tandem.goodput", Instrument.GAUGE, "{token}/s",
     "Emitted tokens per second of step time, over the last capacity interval.",
@@ -220,6 +208,11 @@ QUEUE_DEPTH = MetricSpec(
 BLOCKS = MetricSpec(
     "tandem.cache.blocks", Instrument.GAUGE, "{block}",
     "Blocks of the key-value cache: free, used.", (ATTR_STATE,),
+)  # fmt: skip
+PREFIX_LOOKUPS = MetricSpec(
+    "tandem.prefix_cache.lookups", Instrument.COUNTER, "{request}",
+    "Finished requests by whether a part of their prompt was cached: hit, miss.",
+    (ATTR_CACHE_RESULT,),
 )  # fmt: skip
 PREEMPTIONS = MetricSpec(
     "tandem.preemptions", Instrument.COUNTER, "{preemption}",
@@ -271,8 +264,9 @@ EXPORT_FAILURES = MetricSpec(
 METRICS: tuple[MetricSpec, ...] = (
     TTFT, TPOT, REQUEST_DURATION, CALL_DURATION, QUEUE_TIME, STEP_LATENCY, TOKENS_PER_STEP,
     STEP_DURATION, STEP_PHASE_TIME, TOKENS, REQUESTS, REJECTS, DRAFTS, DRAFTED, ACCEPTED,
-    EMITTED_ACCEPTED, DRAFTED_BY_POSITION, ACCEPTED_BY_POSITION, DRAFT_LENGTH, GOODPUT, ROWS,
-    QUEUE_DEPTH, BLOCKS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
+    EMITTED_ACCEPTED, DRAFTED_BY_POSITION, ACCEPTED_BY_POSITION, DRAFT_LENGTH, DECISIONS,
+    BREAKER_CHANGES, BREAKER_OPEN, GOODPUT, ROWS, QUEUE_DEPTH, BLOCKS, PREFIX_LOOKUPS,
+    PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
     LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from opentelemetry import trace
 
 from engine.request import GenerationRequest
 from engine.stats import RequestStats, StepStats
+from telemetry import names
 from telemetry.accounting import Accounting
 from telemetry.clock import AnchoredClock
 from telemetry.latency import summarise_latency
@@ -253,6 +254,13 @@ class Recorder:
         )
         with never_failing("metrics of an audit"):
             self._metrics.on_audit(str(finding.verdict))
+
+    def on_breaker(self, state: str) -> None:
+        """See Recording."""
+        _log.warning("the breaker of speculation is now %s", state)
+        with never_failing("a change of the breaker"):
+            self._metrics.on_breaker(state)
+            self._live.add_event(names.EVENT_BREAKER, {names.ATTR_BREAKER_STATE: state})
 
     def reprice(self, prices: PriceSchedule) -> None:
         """See Recording."""

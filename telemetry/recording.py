@@ -141,6 +141,13 @@ class Recording(Protocol):
         """Record a verdict of the equivalence auditor."""
         ...
 
+    def on_breaker(self, state: str) -> None:
+        """The breaker that switches speculation off after divergences is now in `state`.
+
+        state is "closed", "open" or "half_open". Noted on the traces of all open requests.
+        """
+        ...
+
     def reprice(self, prices: PriceSchedule) -> None:
         """Let the machine's time cost what `prices` say, from now on."""
         ...

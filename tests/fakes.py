@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from engine.breaker import SpeculationBreaker
 from engine.request import (
     FinishReason,
     GenerationRequest,
@@ -68,6 +69,7 @@ class FakeEngine:
         self.info = info
         self.tokens_per_step = tokens_per_step
         self.step_seconds = step_seconds
+        self.breaker = SpeculationBreaker()
         self.may_run = threading.Event()
         self.may_run.set()
         self.crash = False
@@ -208,6 +210,7 @@ class FakeRecording:
     num_steps: int = 0
     is_closed: bool = False
     prices: list[PriceSchedule] = field(default_factory=list)
+    breaker_states: list[str] = field(default_factory=list)
 
     def begin(
         self,
@@ -268,6 +271,9 @@ class FakeRecording:
 
     def on_audit(self, finding: AuditFinding) -> None:
         raise AssertionError("no auditor here")
+
+    def on_breaker(self, state: str) -> None:
+        self.breaker_states.append(state)
 
     def reprice(self, prices: PriceSchedule) -> None:
         self.prices.append(prices)

@@ -35,6 +35,14 @@ ALERTS = (
         "Read the audit results of the ledger; switch speculation off until it is explained.",
     ),
     Alert(
+        "TandemBreakerOpen",
+        f"max ({prometheus_name(names.BREAKER_OPEN)}) > 0",
+        "0m",
+        "warning",
+        "Divergences have switched speculation off; outputs are those of the target, and slower.",
+        "Read the audit results of the ledger; the breaker tries again by itself.",
+    ),
+    Alert(
         "TandemAcceptanceDrop",
         f"{ratio(names.ACCEPTED, names.DRAFTED, None, '1h')} < 0.7 * "
         f"({ratio(names.ACCEPTED, names.DRAFTED, None, '1d')})",

@@ -110,7 +110,20 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate(names.EMITTED_ACCEPTED), "accepted and emitted"),
                 ),
             ),
+            _by(names.DECISIONS, names.ATTR_DECISION, "Rows that draft, and that do not", "short"),
             _by(names.AUDITS, names.ATTR_VERDICT, "Audit verdicts", "reqps"),
+            Panel(
+                "Breaker of speculation",
+                "short",
+                (
+                    (f"max ({prometheus_name(names.BREAKER_OPEN)})", "open"),
+                    (
+                        rate(names.BREAKER_CHANGES, names.ATTR_BREAKER_STATE),
+                        f"to {{{{{label(names.ATTR_BREAKER_STATE)}}}}}",
+                    ),
+                ),
+                names.BREAKER_OPEN.description,
+            ),
         ),
     ),
     (
@@ -137,6 +150,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             _by(names.TOKENS, names.ATTR_GEN_AI_TOKEN_TYPE, "Tokens", "short"),
+            _by(names.PREFIX_LOOKUPS, names.ATTR_CACHE_RESULT, "Prefix cache", "reqps"),
             Panel(
                 "Goodput and preemptions",
                 "short",

@@ -14,7 +14,7 @@ from telemetry.ledger.records import Outcome, Verdict
 from telemetry.metrics import MAX_VALUES, SAMPLED_ROWS, Metrics, _sampled
 from telemetry.otel import OtelConfig, start_telemetry
 from telemetry.recording import AuditFinding
-from telemetry.tracing import start_call_span
+from telemetry.tracing import start_call_span, start_request_trace
 from tests.telemetry.otlp_receiver import attributes_of, otlp_receiver
 from tests.telemetry.recording_rig import MODEL_INFO, Rig, recording_rig
 from tests.telemetry.step_stats import request_stats, row, step
@@ -23,6 +23,7 @@ RECORDED_ELSEWHERE = {
     names.CALL_DURATION.name,  # by the call's span, through the installed provider
     names.EXPORT_FAILURES.name,  # only when a collector fails
     names.PREEMPTIONS.name,
+    names.BREAKER_CHANGES.name,
     names.ENERGY.name,
     names.ENERGY_SOURCE_UP.name,  # only with a counter
 }
@@ -88,6 +89,56 @@ def test_preemptions_are_counted_once_though_the_engine_reports_its_total() -> N
     assert found[names.PREEMPTIONS.name].data.data_points[0].value == 5
 
 
+def _values(reader: InMemoryMetricReader, name: str, attribute: str) -> dict[str, float]:
+    data = reader.get_metrics_data()
+    assert data is not None
+    found = {m.name: m for m in data.resource_metrics[0].scope_metrics[0].metrics}
+    return {p.attributes[attribute]: p.value for p in found[name].data.data_points}
+
+
+def test_what_the_controller_chose_is_counted_for_every_decoding_row() -> None:
+    reader = InMemoryMetricReader()
+    metrics = Metrics(MeterProvider([reader]).get_meter("t"))
+    rows = [row(f"r{n}", draft=n % 3) for n in range(30)]
+    metrics.on_step(step(0, 1, row("p", prefill=9, decode=0), *rows))
+    metrics.on_step(step(0, 1, row("a"), index=1))
+    chosen = _values(reader, names.DECISIONS.name, names.ATTR_DECISION)
+    assert chosen == {"draft": 20, "plain": 11}
+
+
+def test_requests_tell_whether_their_prefix_was_cached_unless_they_never_ran() -> None:
+    reader = InMemoryMetricReader()
+    metrics = Metrics(MeterProvider([reader]).get_meter("t"))
+    for changes in (
+        {"num_cached_prompt_tokens": 4},
+        {"num_cached_prompt_tokens": 0},
+        {"num_cached_prompt_tokens": 0},
+        {"first_scheduled_at": None, "first_token_at": None, "num_cached_prompt_tokens": 0},
+    ):
+        stats = request_stats(**changes)
+        metrics.on_finished(stats, summarise_latency(stats), Outcome.COMPLETED, "", None)
+    results = _values(reader, names.PREFIX_LOOKUPS.name, names.ATTR_CACHE_RESULT)
+    assert results == {"hit": 1, "miss": 2}
+
+
+def test_the_breaker_shows_in_metrics_and_on_the_traces_of_open_requests(tmp_path: Path) -> None:
+    with recording_rig(tmp_path) as rig:
+        call = start_call_span("tandem.v1.GenerationService/Generate", {}, rig.telemetry.tracer)
+        request = rig.begin(trace=start_request_trace(call, "tiny", tracer=rig.telemetry.tracer))
+        assert rig.metrics()[names.BREAKER_OPEN.name].data.data_points[0].value == 0
+        rig.recorder.on_breaker("open")
+        assert rig.metrics()[names.BREAKER_OPEN.name].data.data_points[0].value == 1
+        rig.recorder.on_breaker("half_open")
+        assert rig.metrics()[names.BREAKER_OPEN.name].data.data_points[0].value == 0
+        rig.run_step("r")
+        rig.finish(request)
+        rig.recorder.on_breaker("closed")  # when nothing is open
+        rig.telemetry.tracer_provider.force_flush()
+        (span,) = [s for s in rig.spans.get_finished_spans() if s.name == "text_completion tiny"]
+    states = [e.attributes[names.ATTR_BREAKER_STATE] for e in span.events if e.name == "breaker"]
+    assert states == ["open", "half_open"]
+
+
 def test_large_batches_are_sampled_and_every_row_has_its_turn() -> None:
     seen: set[str] = set()
     for index in range(8):
@@ -125,7 +176,6 @@ def test_an_energy_counter_that_stops_answering_shows(tmp_path: Path) -> None:
 def test_metrics_and_spans_reach_a_collector_with_exemplars(tmp_path: Path) -> None:
     from telemetry.assembly import RecorderConfig, open_recorder
     from telemetry.prices import fixed_price
-    from telemetry.tracing import start_request_trace
     from tests.telemetry.recording_rig import Rig as DrivenRig
 
     with otlp_receiver() as received:
