@@ -36,6 +36,7 @@ class AlignedRunner:
         self.padding = NO_PADDING
         self.num_forwards = 0
         self.num_positions = 0
+        self.num_row_tokens = 0
         self.align_nanoseconds = 0
         self._max_shared_width = max_shared_width
         parameters = inspect.signature(model.forward).parameters
@@ -83,6 +84,7 @@ class AlignedRunner:
         self.cache.grow(places, keys, values)
         self.num_forwards += 1
         self.num_positions += sum(len(row.token_ids) for row in rows)
+        self.num_row_tokens += len(rows) * width
         logits: torch.Tensor = output.logits[:, -num_kept:]  # [R, num_kept, V]
         dropped = width - num_kept
         return [

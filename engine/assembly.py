@@ -102,7 +102,10 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         eos_token_ids=target.eos_token_ids,
     )
     scheduler = Scheduler(
-        caches[0], max_step_tokens=config.max_step_tokens, max_model_tokens=max_tokens
+        caches[0],
+        max_step_tokens=config.max_step_tokens,
+        max_model_tokens=max_tokens,
+        group_rows=_group_rows(config),
     )
     grammars = GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids)
     is_bit_exact = guarantee == "bit_exact" and numerics == "invariant"
@@ -125,6 +128,12 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         auditor=Auditor(runners[0], sampler, grammars, is_bit_exact=is_bit_exact),
         audit_config=config.audit,
     )
+
+
+def _group_rows(config: EngineConfig) -> int | None:
+    if config.layout != "grouped":
+        return None
+    return config.group_rows or max(1, config.max_num_rows // 2)
 
 
 @dataclass(frozen=True, slots=True)

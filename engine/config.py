@@ -5,7 +5,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Numerics = Literal["auto", "invariant", "fast"]
-LayoutName = Literal["ragged", "aligned"]
+LayoutName = Literal["ragged", "aligned", "grouped"]
 
 
 def _require(condition: bool, name: str, reason: str) -> None:
@@ -86,8 +86,11 @@ class EngineConfig:
       blocks of 16 on CUDA.
     layout: how rows of different lengths share a forward, with the same tokens from all.
       "ragged" moves no keys; "aligned" pads rows on the left over a plain transformers cache and
-      serves models whose attention cannot be replaced. Only "ragged" reuses prefixes, has blocks
-      and can pin bits.
+      serves models whose attention cannot be replaced; "grouped" is aligned, with group_rows of a
+      larger pool at a time, of equal length where that pays. Only "ragged" reuses prefixes, has
+      blocks and can pin bits.
+    group_rows: decoding rows per step of the layout "grouped", whose pool is max_num_rows; None
+      is half of the pool.
     cost_table_folder: where measured costs are kept between starts; None measures every time.
     """
 
@@ -103,6 +106,7 @@ class EngineConfig:
     kv_block_size: int | None = None
     cost_table_folder: str | None = None
     layout: LayoutName = "ragged"
+    group_rows: int | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
 
@@ -124,6 +128,13 @@ class EngineConfig:
             "must be positive",
         )
         _require(self.kv_cache_memory > 0, "kv_cache_memory", "must be positive")
+        if self.group_rows is not None:
+            _require(self.layout == "grouped", "group_rows", "needs the layout 'grouped'")
+            _require(
+                1 <= self.group_rows <= self.max_num_rows,
+                "group_rows",
+                f"must be between 1 and max_num_rows, got {self.group_rows}",
+            )
         is_ragged = self.layout == "ragged"
         _require(
             is_ragged or self.kv_block_size is None,

@@ -159,9 +159,10 @@ class Engine:
     # ---- the parts of a step ----------------------------------------------------------
 
     def _draft_lengths(self, now: float) -> dict[str, int]:
+        rows, num_other_tokens = self._scheduler.outlook(self._lengths.expected_tokens)
         if not self.breaker.allows_speculation(now):
             return {}
-        return self._lengths.choose(*self._scheduler.outlook())
+        return self._lengths.choose(rows, num_other_tokens)
 
     def _end_overdue(self, now: float) -> list[tuple[TokenDelta, RequestStats]]:
         to_end, self._to_end = self._to_end, {}

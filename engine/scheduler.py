@@ -13,14 +13,17 @@ so the smallest pool makes progress.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import OutOfBlocksError
+from engine.layout.grouping import PoolRow, choose_group
 from engine.live_request import LiveRequest
 from engine.row_cache import RowCache
 
 _SECONDS_PER_PRIORITY = 10.0  # waiting this long is worth one level of priority
+_MAX_SKIPS = 3  # groups that a decoding row may be left out of before it has to run
+_ALIGN_SHARE = 0.1  # of a step's time, that aligning rows of different lengths takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,26 @@ class PlannedRow:
 class Scheduler:
     """The queue of waiting requests and the list of running ones."""
 
-    def __init__(self, cache: RowCache, *, max_step_tokens: int, max_model_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: RowCache,
+        *,
+        max_step_tokens: int,
+        max_model_tokens: int,
+        group_rows: int | None = None,
+    ) -> None:
+        """group_rows: decoding rows per step, chosen by layout/grouping; None runs all."""
         self.cache = cache
         self.max_step_tokens = max_step_tokens
         self.max_model_tokens = max_model_tokens
         self.waiting: dict[str, LiveRequest] = {}
         self.running: dict[str, LiveRequest] = {}
         self.num_preemptions = 0
+        self.num_groups = 0
+        self.num_uniform_groups = 0
+        self._group_rows = group_rows
+        self._num_skipped: dict[str, int] = {}
+        self._left_out: frozenset[str] = frozenset()
 
     def add(self, live: LiveRequest) -> None:
         self.waiting[live.request_id] = live
@@ -70,15 +86,50 @@ class Scheduler:
         yield from self.running.values()
         yield from self.waiting.values()
 
-    def outlook(self) -> tuple[list[LiveRequest], int]:
-        """The decoding requests, and how many tokens of others may share their forward."""
+    def outlook(
+        self, expected_tokens: Callable[[LiveRequest], float]
+    ) -> tuple[list[LiveRequest], int]:
+        """The decoding requests of the next step, and how many tokens of others may share their
+        forward. Where rows run in groups this chooses the group; expected_tokens says what a
+        request's next step should emit."""
         decoding = [live for live in self.running.values() if live.is_decoding]
         catching_up = sum(
             live.num_tokens - live.num_computed_tokens
             for live in self.running.values()
             if not live.is_decoding
         )
+        if self._group_rows is not None:
+            decoding = self._choose_group(decoding, self._group_rows, expected_tokens)
         return decoding, min(catching_up, max(0, self.max_step_tokens - len(decoding)))
+
+    def _choose_group(
+        self,
+        decoding: Sequence[LiveRequest],
+        max_rows: int,
+        expected_tokens: Callable[[LiveRequest], float],
+    ) -> list[LiveRequest]:
+        pool = [
+            PoolRow(
+                live.request_id,
+                live.num_computed_tokens,
+                expected_tokens(live),
+                self._num_skipped.get(live.request_id, 0),
+            )
+            for live in decoding
+        ]
+        if not pool:
+            return []
+        group = choose_group(
+            pool, max_rows=max_rows, max_skips=_MAX_SKIPS, align_share=_ALIGN_SHARE
+        )
+        self.num_groups += 1
+        self.num_uniform_groups += group.is_uniform
+        chosen = frozenset(group.request_ids)
+        self._left_out = frozenset(row.request_id for row in pool) - chosen
+        self._num_skipped = {
+            row.request_id: row.num_skipped + 1 for row in pool if row.request_id in self._left_out
+        }
+        return [live for live in decoding if live.request_id in chosen]
 
     def schedule(self, now: float, max_drafts: "dict[str, int]") -> list[PlannedRow]:
         """Plan one step. max_drafts says how many tokens each running request may draft."""
@@ -86,8 +137,8 @@ class Scheduler:
         budget = self.max_step_tokens
         ranked = self._ranked(self.running.values(), now)
         for live in sorted(ranked, key=lambda live: not live.is_decoding):
-            if live.row is None:
-                continue  # preempted by one before it
+            if live.row is None or live.request_id in self._left_out:
+                continue  # preempted by one before it, or of another group
             planned = self._plan_row(live, budget, max_drafts.get(live.request_id, 0), plan, now)
             if planned is not None:
                 plan.append(planned)

@@ -75,6 +75,13 @@ class DraftLengths:
             chosen.update(self._choose_together(outlooks, num_other_tokens))
         return chosen
 
+    def expected_tokens(self, live: LiveRequest) -> float:
+        """What a verification of as many drafts as the request may have should emit."""
+        prior = self._all_rows.alpha(_PRIOR_ALPHA, _ALL_ROWS_PRIOR_WEIGHT)
+        estimate = self._estimates.get(live.request_id)
+        alpha = estimate.alpha(prior, _ROW_PRIOR_WEIGHT) if estimate is not None else prior
+        return sum(alpha**depth for depth in range(self._cap(live) + 1))
+
     def _cap(self, live: LiveRequest) -> int:
         wanted = live.request.speculation
         if wanted.mode is SpeculationMode.OFF:

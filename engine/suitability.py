@@ -214,8 +214,8 @@ def _record_attention(name: str, model: PreTrainedModel) -> dict[int, _Attention
     if config._attn_implementation != _RECORDER:
         raise UnsupportedModelError(
             f"{name}: {type(model).__name__} computes its attention itself and not through "
-            "transformers' AttentionInterface, so it cannot be replaced; the layout 'aligned' "
-            "may serve it"
+            "transformers' AttentionInterface, so it cannot be replaced; the layouts 'aligned' "
+            "and 'grouped' may serve it"
         )
     if sorted(calls) != list(range(config.num_hidden_layers)):
         raise UnsupportedModelError(

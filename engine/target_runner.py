@@ -11,13 +11,15 @@ from engine.row_cache import RowCache
 
 
 class TargetRunner(Protocol):
-    """A model and a cache. align_nanoseconds counts, since the start, the time it took to lay
-    rows out for the model: planning, and moving keys where the layout has to."""
+    """A model and a cache. All counts are since the start: num_positions of the tokens asked for,
+    num_row_tokens with the padding that was computed beside them, and align_nanoseconds the time
+    it took to lay rows out for the model: planning, and moving keys where the layout has to."""
 
     model: PreTrainedModel
     padding: Padding
     num_forwards: int
     num_positions: int
+    num_row_tokens: int
     align_nanoseconds: int
 
     @property

@@ -3,6 +3,7 @@
 The models are tiny and random, with weights wide enough apart that an argmax is no tie.
 """
 
+import inspect
 import random
 from collections.abc import Mapping
 from functools import cache
@@ -24,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.loader import UnsupportedModelError, load_model
 from tests.engine.driver import request, run, tiny_engine
-from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.tiny import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
 NUM_NEW_TOKENS = 30
 WINDOW = 24  # shorter than two of the prompts
@@ -269,6 +270,61 @@ def test_tokens_equal_generate_in_fp32(name: str) -> None:
         stats = outcome.stats.values()
         assert any(s.num_accepted_tokens for s in stats) == (mode == "on")
         assert any(s.num_accepted_tokens < s.num_draft_tokens for s in stats) == (mode == "on")
+
+
+OWN_ATTENTION = ("falcon", "falcon, alibi", "bloom, alibi", "diffllama, differential attention")
+PLAIN = ("gpt-2", "opt", "gpt-bigcode, one key head", "mistral, window", "gemma 2")
+PLAIN += ("gpt-oss, sinks", "deepseek 3")
+
+
+@pytest.mark.parametrize("name", [*OWN_ATTENTION, *PLAIN])
+def test_over_a_plain_cache_any_attention_is_served_with_the_tokens_of_generate(name: str) -> None:
+    kind, changes = (SERVED.get(name) or REFUSED[name])[:2]
+    model = build(kind, changes)
+    expected = generated(model)
+    engine = tiny_engine(
+        target=model,
+        draft=tiny_llama(),
+        drafters=("prompt_lookup", "draft_model"),
+        layout="aligned",
+        max_num_rows=3,
+        max_step_tokens=48,
+    )
+    outcome = run(
+        engine,
+        [
+            request(str(n), prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+            for n, prompt in enumerate(prompts())
+        ],
+    )
+    assert [outcome.token_ids[str(n)] for n in range(3)] == expected
+    assert all(s.num_draft_tokens > 0 for s in outcome.stats.values())
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "qwen 3 next", "lfm 2, convolutions"])
+def test_what_is_no_cache_of_keys_is_refused_in_every_layout(name: str) -> None:
+    kind, changes, options, _ = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match="recurrent or hybrid layers"):
+        tiny_engine(target=build(kind, changes), layout="aligned", **options)
+
+
+@pytest.mark.parametrize("argument", ["attention_mask", "position_ids"])
+def test_a_model_that_does_not_heed_what_tells_rows_apart_is_refused(argument: str) -> None:
+    """Planted: alone such a model is right, beside a longer row it is not."""
+    model = build("llama", {})
+    forward = model.forward
+
+    def careless(**arguments: Any) -> Any:
+        given = arguments.get(argument)
+        if given is not None and len(given) > 1:
+            is_mask = argument == "attention_mask"
+            arguments[argument] = torch.ones_like(given) if is_mask else given // 2
+        return forward(**arguments)
+
+    careless.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    model.forward = careless  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModelError, match="our logits differ"):
+        tiny_engine(target=model, layout="aligned")
 
 
 @pytest.mark.parametrize("name", SERVED)

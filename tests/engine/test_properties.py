@@ -57,22 +57,32 @@ arrivals = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(arrivals, min_size=1, max_size=9),
     st.integers(1, 5),
     st.sampled_from([8, 19, 64, 512]),
-    st.sampled_from([(None, 0), (16, 0), (16, 17), (16, 24), (48, 8)]),
+    st.sampled_from(
+        [
+            ("ragged", None, 0),
+            ("ragged", 16, 0),
+            ("ragged", 16, 17),
+            ("ragged", 16, 24),
+            ("ragged", 48, 8),
+            ("aligned", None, 0),
+            ("grouped", None, 0),
+        ]
+    ),
     st.sampled_from([1, 4, 9]),
 )
 def test_any_mixture_equals_the_target_alone(
     planned: list[dict],
     num_rows: int,
     max_step_tokens: int,
-    cache_layout: tuple[int | None, int],
+    cache_layout: tuple[str, int | None, int],
     max_draft_tokens: int,
 ) -> None:
-    block_size, num_blocks = cache_layout
+    layout, block_size, num_blocks = cache_layout
     options: dict[str, object] = {}
     if num_blocks:
         bytes_per_token = 2 * 2 * 2 * (2 * 8) * 4  # two models
@@ -84,6 +94,7 @@ def test_any_mixture_equals_the_target_alone(
         max_model_tokens=256,
         max_draft_tokens=max_draft_tokens,
         kv_block_size=block_size,
+        layout=layout,
         **options,
     )
     outcome = Outcome()

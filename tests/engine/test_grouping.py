@@ -1,0 +1,81 @@
+"""The policy that chooses which rows share a forward: a pure function."""
+
+import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.layout.grouping import Group, PoolRow, choose_group
+
+
+def pool_of(*rows: tuple[int, float, int]) -> list[PoolRow]:
+    """(length, expected tokens, skipped), called r0, r1, ..."""
+    return [PoolRow(f"r{n}", *row) for n, row in enumerate(rows)]
+
+
+def choose(pool: list[PoolRow], max_rows: int = 2, align_share: float = 0.1) -> Group:
+    return choose_group(pool, max_rows=max_rows, max_skips=3, align_share=align_share)
+
+
+def test_a_pool_that_fits_runs_whole() -> None:
+    assert choose(pool_of((5, 1, 0), (9, 1, 0))) == Group(("r0", "r1"), False)
+    assert choose(pool_of((5, 1, 0), (5, 1, 0))).is_uniform
+
+
+def test_rows_of_one_length_go_before_rows_that_have_to_be_aligned() -> None:
+    group = choose(pool_of((7, 1, 2), (5, 1, 0), (9, 1, 1), (5, 1, 0)))
+    assert set(group.request_ids) == {"r1", "r3"}
+    assert group.is_uniform
+
+
+def test_of_several_lengths_the_one_that_promises_most_goes_first() -> None:
+    group = choose(pool_of((5, 1.2, 0), (5, 1.2, 0), (8, 3, 0), (8, 2, 0)))
+    assert set(group.request_ids) == {"r2", "r3"}
+
+
+def test_rows_of_one_length_are_split_by_what_they_promise() -> None:
+    group = choose(pool_of((5, 1, 0), (5, 4, 0), (5, 1, 0), (5, 3.5, 0)))
+    assert set(group.request_ids) == {"r1", "r3"}
+
+
+def test_a_small_uniform_group_gives_way_to_a_full_one_around_the_longest_waiting() -> None:
+    pool = pool_of((5, 2, 0), (5, 2, 0), (90, 2, 2), (88, 2, 0), (91, 2, 0), (7, 2, 0))
+    group = choose(pool, max_rows=3)
+    assert set(group.request_ids) == {"r2", "r3", "r4"}
+    assert not group.is_uniform
+    # Where alignment costs half of a step, two rows without it are worth more than three with it.
+    assert choose(pool, max_rows=3, align_share=0.5).is_uniform
+
+
+def test_an_overdue_row_runs_whatever_the_others_promise() -> None:
+    group = choose(pool_of((5, 9, 0), (5, 9, 0), (50, 1, 3), (52, 1, 0)))
+    assert group.request_ids == ("r2", "r3")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.floats(1, 5)), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.integers(0, 1000),
+)
+def test_no_row_waits_longer_than_promised(
+    rows: list[tuple[int, float]], max_rows: int, max_skips: int, seed: int
+) -> None:
+    generator = random.Random(seed)
+    lengths = [length for length, _ in rows]
+    skipped = [0] * len(rows)
+    bound = max_skips + math.ceil(len(rows) / max_rows) - 1
+    for _ in range(60):
+        pool = [
+            PoolRow(str(n), lengths[n], expected, skipped[n])
+            for n, (_, expected) in enumerate(rows)
+        ]
+        group = choose_group(pool, max_rows=max_rows, max_skips=max_skips, align_share=0.1)
+        chosen = {int(name) for name in group.request_ids}
+        assert len(chosen) == len(group.request_ids) == min(max_rows, len(rows)) or group.is_uniform
+        assert chosen
+        for n in range(len(rows)):
+            skipped[n] = 0 if n in chosen else skipped[n] + 1
+            lengths[n] += generator.randint(1, 3) if n in chosen else 0
+        assert max(skipped) <= bound
