@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -56,13 +57,16 @@ def assemble(settings: ServiceSettings) -> Server:
 
     name = settings.model_name or public_name(settings.target)
     authenticator = open_access(settings)
-    telemetry = open_telemetry(settings)
+    instance_id = uuid4().hex
+    telemetry = open_telemetry(settings, instance_id)
     return Server(
         settings,
         Parts(
             build_engine=build_engine,
             load_tokenizer=tokenizer,
-            open_recording=lambda info: open_recording(settings, info, name, telemetry),
+            open_recording=lambda info: open_recording(
+                settings, info, name, telemetry, instance_id
+            ),
             close_telemetry=telemetry.close,
             authenticator=authenticator,
             reloads={

@@ -43,7 +43,7 @@ def reload_prices(settings: ServiceSettings, recording: Recording | None) -> Non
         recording.reprice(schedule)
 
 
-def open_telemetry(settings: ServiceSettings) -> Telemetry:
+def open_telemetry(settings: ServiceSettings, instance_id: str) -> Telemetry:
     """Start the exporters that are configured. Raises OSError when a port is taken."""
     telemetry = start_telemetry(
         OtelConfig(
@@ -52,6 +52,7 @@ def open_telemetry(settings: ServiceSettings) -> Telemetry:
             prometheus_host=settings.prometheus_host,
             trace_sample_ratio=settings.trace_sample_ratio,
             service_version=version(),
+            instance_id=instance_id,
         )
     )
     telemetry.install()
@@ -59,7 +60,11 @@ def open_telemetry(settings: ServiceSettings) -> Telemetry:
 
 
 def open_recording(
-    settings: ServiceSettings, info: ModelInfo, model_name: str, telemetry: Telemetry
+    settings: ServiceSettings,
+    info: ModelInfo,
+    model_name: str,
+    telemetry: Telemetry,
+    instance_id: str,
 ) -> Recording:
     """Start the ledger, which knows the model by the name that clients use.
 
@@ -72,6 +77,7 @@ def open_recording(
         journal_folder=home / "journal" / "0",
         prices=prices(settings),
         version=version(),
+        instance_id=instance_id,
         tenant_key=load_or_create_key(home / "tenant.key"),
         step_span_every=settings.step_span_every if telemetry.is_tracing else 0,
     )

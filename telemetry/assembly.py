@@ -49,6 +49,7 @@ class RecorderConfig:
     journal_folder: Path
     prices: PriceSchedule
     version: str = ""
+    instance_id: str = ""  # of this start of the server; empty: a new one
     tenant_key: TenantKey | None = None
     drafter_fingerprints: Mapping[str, str] = field(default_factory=dict)
     journal_max_bytes: int = 1 << 30
@@ -70,7 +71,7 @@ def open_recorder(config: RecorderConfig, info: ModelInfo, telemetry: Telemetry)
     started = clock.now_nanoseconds()
     model = model_record(info)
     instance = InstanceRecord(
-        instance_id=uuid4().hex,
+        instance_id=config.instance_id or uuid4().hex,
         node=journal.node,
         hostname=socket.gethostname()[:256],
         version=config.version,

@@ -272,8 +272,7 @@ class Recorder:
             return
         self._is_closed = True
         now, intervals = self._live.close()
-        for interval in intervals:
-            self._writer.post(interval)
+        self._file(intervals)
         ended_at = self._clock.utc(now)
         last: Future[bool] = self._writer.submit(
             replace(self._instance, last_seen_at=ended_at, stopped_at=ended_at)
@@ -326,14 +325,18 @@ class Recorder:
             self._attempts.popitem(last=False)
         return attempt
 
-    def _on_tick(self, now_nanoseconds: int, intervals: list[CapacityRecord]) -> None:
+    def _file(self, intervals: list[CapacityRecord]) -> None:
         for interval in intervals:
             self._writer.post(interval)
-            self._metrics.on_interval(
-                interval.cost_idle_nano_usd,
-                interval.num_emitted_tokens,
-                interval.busy_nanoseconds,
-            )
+            with never_failing("metrics of an interval"):
+                self._metrics.on_interval(
+                    interval.cost_idle_nano_usd,
+                    interval.num_emitted_tokens,
+                    interval.busy_nanoseconds,
+                )
+
+    def _on_tick(self, now_nanoseconds: int, intervals: list[CapacityRecord]) -> None:
+        self._file(intervals)
         self._metrics.on_ledger(self._writer.status())
         if now_nanoseconds / 1e9 >= self._heartbeat_at:
             self._heartbeat_at = now_nanoseconds / 1e9 + _HEARTBEAT_SECONDS
