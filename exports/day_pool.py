@@ -28,6 +28,11 @@ ROWS_PER_WORKER = 100_000
 """A further process is started for so many rows: fewer are read before it has started."""
 
 
+_ONE_HEAP = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
+# A batch is filled in one thread and freed in another: with a heap per thread, or Arrow's own,
+# the freed parts of many dates add up.
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedDay:
     """A date's files, and what the database says that they must add up to."""
@@ -64,8 +69,12 @@ class DayPool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for worker in self._workers:
-            worker.close()
+        self.close()
+
+    def close(self) -> None:
+        """End the processes and what they are doing. There may be further work later."""
+        while self._workers:
+            self._workers.pop().close()
 
     def start(self, num_rows: int) -> None:
         """Start the processes that so many rows are worth, before their dates are known."""
@@ -145,7 +154,7 @@ class _Worker:
                 stdout=self._complaints,
                 stderr=self._complaints,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**_ONE_HEAP, **os.environ, "PYTHONPATH": path},
             )
         self.send(opening)
 

@@ -47,7 +47,7 @@ class ExportOptions:
     lag: how old a row must be; None takes the ledger's default (LedgerSource.default_lag).
     grace: how long files that are no longer used stay. wait_seconds: how long to wait for
     another export of the same target. num_workers: processes that share the dates, each with
-    its own connection and some 300 MB of memory.
+    its own connection and some 200 MB of memory.
     """
 
     full: bool = False
@@ -182,6 +182,7 @@ class _Run:
                 files = tables.get(fact.name, ())
                 tables[fact.name] = self._compactor.split(fact, files, days)
             self._write(kind, sorted(days), tables)
+        self._pool.close()
         last = max(_days(tables), default=self._now.date())
         for fact in FACTS:
             tables[fact.name] = self._compactor.merged(fact, tables[fact.name], last)

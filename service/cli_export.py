@@ -89,7 +89,7 @@ def export(
         float, typer.Option(min=0, help="How long to wait for another export of this target.")
     ] = 0,
     workers: Annotated[
-        int, typer.Option(min=1, help="Processes that share the dates, each with 300 MB.")
+        int, typer.Option(min=1, help="Processes that share the dates, each with 200 MB.")
     ] = 2,
     metrics_file: Annotated[
         Path | None, typer.Option(help="Write metrics in Prometheus' text format here.")
