@@ -1,0 +1,221 @@
+"""What an experiment is: its variants, how requests are spread over them, and its guard rails.
+
+Read from a TOML file that is read again on SIGHUP:
+
+    name = "chat-v4"
+    started_at = 2026-11-30T08:00:00Z  # earlier requests do not count
+    unit = "request"                   # or "tenant": what keeps its variant
+    key = "a secret of all servers"    # of the hash; the name, where it is left out
+    slot_seconds = 300                 # pairs of slots for latency; left out: no such rails
+
+    [[variant]]                        # the first one is the control
+    name = "control"
+    drafters = ["prompt_lookup", "head:chat-v3"]
+    weight = 0.95
+
+    [[variant]]
+    name = "candidate"
+    drafters = ["prompt_lookup", "head:chat-v4"]
+    weight = 0.05
+
+    [guard_rails]
+    max_acceptance_loss = 0.01
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from service.experiments.guard_rails import GuardRails
+from service.experiments.switchback import Slots
+
+Unit = Literal["request", "tenant"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class ExperimentError(ValueError):
+    """An experiment that cannot be run; the message names the field."""
+
+
+def _require(condition: bool, name: str, reason: str) -> None:
+    if not condition:
+        raise ExperimentError(f"{name}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """drafters: names that its requests may draft with; none means plain decoding."""
+
+    name: str
+    drafters: tuple[str, ...]
+    weight: float
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
+            "variant.name",
+            f"must be up to 64 letters, digits and _.-, got {self.name!r}",
+        )
+        where = f"variant {self.name}"
+        _require(
+            isinstance(self.weight, int | float) and 0 <= self.weight < math.inf,
+            f"{where}.weight",
+            f"must be a number that is not negative, got {self.weight!r}",
+        )
+        _require(
+            all(isinstance(name, str) and name for name in self.drafters),
+            f"{where}.drafters",
+            "must be a list of names",
+        )
+        limit = self.max_draft_tokens
+        _require(
+            limit is None or (isinstance(limit, int) and 1 <= limit <= 64),
+            f"{where}.max_draft_tokens",
+            f"must be between 1 and 64, got {limit!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A running comparison. The first variant is the control, the others are candidates."""
+
+    name: str
+    started_at: datetime
+    variants: tuple[Variant, ...]
+    unit: Unit = "request"
+    key: str = field(default="", repr=False)
+    slot_seconds: float | None = None
+    washout_seconds: float = 20.0
+    guard_rails: GuardRails = field(default_factory=GuardRails)
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
+            "name",
+            f"must be up to 64 letters, digits and _.-, got {self.name!r}",
+        )
+        _require(
+            isinstance(self.started_at, datetime) and self.started_at.tzinfo is not None,
+            "started_at",
+            "must be an instant with a time zone",
+        )
+        _require(self.unit in get_args(Unit), "unit", f"must be one of {get_args(Unit)}")
+        _require(isinstance(self.key, str), "key", "must be a text")
+        names = [variant.name for variant in self.variants]
+        _require(len(names) >= 2, "variant", "needs a control and a candidate")
+        _require(len(set(names)) == len(names), "variant.name", "is used twice")
+        _require(
+            any(variant.weight > 0 for variant in self.variants), "weight", "one must be positive"
+        )
+        for name in ("slot_seconds", "washout_seconds"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_left_out = value is None and name == "slot_seconds"
+            _require(is_number or is_left_out, name, f"must be a number, got {value!r}")
+        if self.slot_seconds is not None:
+            _require(
+                len(names) == 2, "slot_seconds", "needs one candidate: slots compare it with none"
+            )
+            try:
+                self.slots  # noqa: B018 - checks the values
+            except ValueError as error:
+                raise ExperimentError(str(error)) from error
+
+    @property
+    def control(self) -> Variant:
+        return self.variants[0]
+
+    @property
+    def candidates(self) -> tuple[Variant, ...]:
+        return self.variants[1:]
+
+    @property
+    def hash_key(self) -> bytes:
+        return (self.key or self.name).encode()
+
+    @property
+    def slots(self) -> Slots | None:
+        if self.slot_seconds is None:
+            return None
+        return Slots(self.hash_key, self.slot_seconds, self.washout_seconds)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {variant.name: float(variant.weight) for variant in self.variants}
+
+    def without(self, names: frozenset[str]) -> "Experiment":
+        """The same with weight 0 for some candidates, whose share goes to the control."""
+        freed = sum(v.weight for v in self.candidates if v.name in names)
+        variants = tuple(
+            replace(v, weight=v.weight + freed)
+            if v is self.control
+            else replace(v, weight=0.0)
+            if v.name in names
+            else v
+            for v in self.variants
+        )
+        return replace(self, variants=variants)
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Raises ExperimentError naming the file and the field, or OSError."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"{path}: {error}") from error
+    try:
+        return _experiment(document)
+    except ExperimentError as error:
+        raise ExperimentError(f"{path}: {error}") from error
+
+
+def _experiment(document: Mapping[str, Any]) -> Experiment:
+    values = dict(document)
+    variants = values.pop("variant", [])
+    rails = values.pop("guard_rails", {})
+    _require(isinstance(variants, list), "variant", "must be written as [[variant]]")
+    _require(isinstance(rails, dict), "guard_rails", "must be a table")
+    known = {f.name for f in fields(Experiment)} - {"variants", "guard_rails"}
+    _check_keys(values, known, {"name", "started_at"}, "")
+    if isinstance(values["started_at"], datetime) and values["started_at"].tzinfo is not None:
+        values["started_at"] = values["started_at"].astimezone(UTC)
+    try:
+        guard_rails = GuardRails(
+            **_checked(rails, {f.name for f in fields(GuardRails)}, set(), "guard_rails.")
+        )
+    except (TypeError, ValueError) as error:
+        raise ExperimentError(str(error)) from error
+    return Experiment(
+        variants=tuple(_variant(entry, index) for index, entry in enumerate(variants)),
+        guard_rails=guard_rails,
+        **values,
+    )
+
+
+def _variant(entry: Any, index: int) -> Variant:
+    where = f"variant[{index}]"
+    _require(isinstance(entry, dict), where, "must be a table")
+    known = {f.name for f in fields(Variant)}
+    values = _checked(entry, known, {"name", "drafters", "weight"}, f"{where}.")
+    _require(isinstance(values["drafters"], list), f"{where}.drafters", "must be a list of names")
+    return Variant(**{**values, "drafters": tuple(values["drafters"])})
+
+
+def _checked(
+    entry: Mapping[str, Any], known: set[str], needed: set[str], prefix: str
+) -> dict[str, Any]:
+    _check_keys(entry, known, needed, prefix)
+    return dict(entry)
+
+
+def _check_keys(entry: Mapping[str, Any], known: set[str], needed: set[str], prefix: str) -> None:
+    for name in sorted(entry.keys() - known):
+        raise ExperimentError(f"{prefix}{name}: is not known; known are {sorted(known)}")
+    for name in sorted(needed - entry.keys()):
+        raise ExperimentError(f"{prefix}{name}: is missing")
