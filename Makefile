@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model test-observability test-kill bench-ledger docs test-node soak bench-service bench bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model test-observability test-kill bench-ledger docs test-node soak bench-service bench bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-model: $(STAMP) ## the tests that run the real model, which is pulled first
 bench: $(STAMP) ## what a step costs -> build/bench/decode.json (needs the model and a quiet machine)
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.decode
 
+bench-layouts: $(STAMP) ## what each layout costs, and latency under arrivals -> build/bench/layouts.json, layouts.png
+	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.layouts
+
 bench-equivalence: $(STAMP) ## 480 prompts: speculation changes no token -> build/bench/equivalence.json
 	$(PY) -m tests.benchmarks.equivalence
 
@@ -66,10 +69,10 @@ bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> b
 bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> build/bench/exports.json
 	$(PY) -m tests.benchmarks.exports
 
-test-exports: $(STAMP) ## kill exports at many points, export to Azure's emulator, draw the HTML report
+test-exports: $(STAMP) ## kill exports at many points, Azure's emulator, ClickHouse, the HTML report
 	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.37.0 || \
 	  echo "no npm: no export to Azure's emulator"
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),azure]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),azure,clickhouse]'
 	$(PY) -m pytest -q -m slow tests/exports --ignore tests/exports/powerbi
 
 test-powerbi: $(STAMP) ## the Power BI project under Microsoft's parsers, which are fetched first
