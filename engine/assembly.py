@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.cost_table import CostTable, load_or_measure
 from engine.drafter.base import Drafter
 from engine.drafter.chain import DrafterChain
 from engine.drafter.draft_model import DraftModelDrafter
+from engine.drafter.head.assembly import MadeHead, load_heads, make_head_drafter
 from engine.drafter.prompt_lookup import PromptLookupDrafter
 from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
@@ -71,6 +73,8 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         config.max_model_tokens or target.max_context_tokens, target.max_context_tokens
     )
     examined = [_examine(target, max_tokens, config.layout)]
+    # Before the target's weights are packed: a head may be completed from them.
+    heads = load_heads(config.speculation, target)
     if draft is not None:
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
@@ -86,7 +90,8 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     vocab_size = examined[0].logits.shape[-1]
     device = target.model.device
     sampler = Sampler(vocab_size, device)
-    drafters = DrafterChain(_make_drafters(config, sampler, runners))
+    made_heads = [make_head_drafter(plan, target.model, caches[0], sampler) for plan in heads]
+    drafters = _make_drafters(config, sampler, runners, made_heads)
     info = ModelInfo(
         name=target.name,
         fingerprint=target.fingerprint,
@@ -114,12 +119,14 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         tokenizer=target.tokenizer,
         scheduler=scheduler,
         drafters=drafters,
-        verifier=Verifier(runners[0], sampler),
+        verifier=Verifier(runners[0], sampler, drafters.after_forward),
         lengths=DraftLengths(
             config.speculation.max_draft_tokens if drafters.names else 0,
             StepCosts(
                 target=ready[0].costs,
-                drafter=ready[1].costs if len(ready) > 1 else None,
+                drafter=_slowest(
+                    [*(made.costs for made in made_heads), *(made.costs for made in ready[1:])]
+                ),
                 row_seconds=_LOOKUP_SECONDS,
             ),
         ),
@@ -224,9 +231,17 @@ def _invariant_padding(model: PreTrainedModel) -> Padding:
     return PACKED_PADDING if is_all_packed(model) else INVARIANT_PADDING
 
 
+def _slowest(tables: Sequence[CostTable]) -> CostTable | None:
+    """Which drafter will propose is not known when K is chosen: the dearest is assumed."""
+    return max(tables, key=lambda table: table.forward_seconds(1), default=None)
+
+
 def _make_drafters(
-    config: EngineConfig, sampler: Sampler, runners: list[TargetRunner]
-) -> list[Drafter]:
+    config: EngineConfig,
+    sampler: Sampler,
+    runners: list[TargetRunner],
+    heads: Sequence[MadeHead],
+) -> DrafterChain:
     speculation = config.speculation
     drafters: list[Drafter] = []
     for name in speculation.drafters:
@@ -241,4 +256,7 @@ def _make_drafters(
             drafters.append(
                 DraftModelDrafter(runners[1], sampler, max_step_tokens=config.max_step_tokens)
             )
-    return drafters
+        else:
+            drafters.extend(made.drafter for made in heads if made.drafter.name == name)
+    by_name_only = [made.drafter for made in heads if made.drafter.name not in speculation.drafters]
+    return DrafterChain(drafters, by_name_only)

@@ -14,24 +14,40 @@ def _require(condition: bool, name: str, reason: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSource:
+    """A further head beside the default one: its drafter is "head:NAME"."""
+
+    name: str
+    folder: str
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "speculation.more_heads", "a head needs a name")
+        _require(bool(self.folder), f"speculation.more_heads.{self.name}", "needs a folder")
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """How tokens are drafted.
 
     drafters: names in the order of preference; the first that has a proposal for a row
-      wins. "prompt_lookup", "draft_model".
+      wins. "prompt_lookup", "head", "draft_model".
     draft_model: folder or hub id of the draft model; needed by "draft_model".
+    head: folder of the head; needed by "head". more_heads are loaded beside it and draft only
+      for requests that name them.
     max_draft_tokens: K, the most tokens drafted per row and step.
     lookup_max_ngram, lookup_min_ngram: lengths of the suffix that prompt lookup matches.
     """
 
     drafters: tuple[str, ...] = ("prompt_lookup",)
     draft_model: str | None = None
+    head: str | None = None
+    more_heads: tuple[HeadSource, ...] = ()
     max_draft_tokens: int = 4
     lookup_max_ngram: int = 4
     lookup_min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        known = ("prompt_lookup", "draft_model")
+        known = ("prompt_lookup", "head", "draft_model")
         for name in self.drafters:
             _require(name in known, "speculation.drafters", f"unknown drafter {name!r}; {known}")
         _require(
@@ -44,6 +60,13 @@ class SpeculationConfig:
             "speculation.draft_model",
             "the drafter 'draft_model' needs a model",
         )
+        _require(
+            "head" not in self.drafters or bool(self.head),
+            "speculation.head",
+            "the drafter 'head' needs the folder of a head",
+        )
+        names = [source.name for source in self.more_heads]
+        _require(len(set(names)) == len(names), "speculation.more_heads", "names a head twice")
         _require(
             0 <= self.max_draft_tokens <= 64,
             "speculation.max_draft_tokens",
@@ -112,6 +135,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.target), "target", "must name a model")
+        _require(
+            self.layout == "ragged" or not (self.speculation.head or self.speculation.more_heads),
+            "layout",
+            f"{self.layout!r} gives a head no hidden states; heads need 'ragged'",
+        )
         _require(self.max_num_rows >= 1, "max_num_rows", "must be at least 1")
         _require(self.max_step_tokens >= 8, "max_step_tokens", "must be at least 8")
         _require(

@@ -5,7 +5,7 @@ end and no others; nothing is committed here, so there is nothing to undo.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,9 +53,15 @@ class Verification:
 class Verifier:
     """Runs the target and decides what is emitted."""
 
-    def __init__(self, runner: TargetRunner, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        runner: TargetRunner,
+        sampler: Sampler,
+        after_forward: Callable[[Sequence[tuple[LiveRequest, ForwardRow]]], None] | None = None,
+    ) -> None:
         self.runner = runner
         self.sampler = sampler
+        self._after_forward = after_forward
 
     def verify(self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal]) -> Verification:
         """proposals has one entry per planned row; empty where nothing was drafted."""
@@ -77,6 +83,8 @@ class Verifier:
             logits = self.runner.forward([row.forward for row in rows])
         except Exception as error:
             return self._verify_apart(rows, error)
+        if self._after_forward is not None:
+            self._after_forward([(row.planned.live, row.forward) for row in rows])
         computed = time.perf_counter_ns()
         outcomes = self._decide(rows, self._take_prompt_logprobs(rows, logits))
         decided = time.perf_counter_ns()

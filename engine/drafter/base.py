@@ -7,21 +7,25 @@ tokens when it is asked, so rounds without drafting cost it nothing and lose it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
 
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
     """One row to propose for. end is how many committed tokens the target will have computed
-    after this step; max_drafts is 0 for rows that only want the drafter to keep up."""
+    after this step; max_drafts is 0 for rows that only want the drafter to keep up. A drafter
+    that can tell how likely a draft is to be reached may stop before one below min_reach: it
+    would cost more time than it saves."""
 
     live: LiveRequest
     end: int
     max_drafts: int
+    min_reach: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +59,13 @@ class Drafter(Protocol):
     def forget(self, request_id: str) -> None: ...
 
     def check_integrity(self) -> None: ...
+
+
+@runtime_checkable
+class ForwardListener(Protocol):
+    """A drafter that reads what the target computes."""
+
+    def after_forward(self, rows: Sequence[tuple[LiveRequest, ForwardRow]]) -> None:
+        """Called after every forward of the target with the rows in it, drafts included,
+        before anything is accepted."""
+        ...

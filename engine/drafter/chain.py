@@ -8,16 +8,22 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.drafter.base import NO_PROPOSAL, Drafter, DraftJob, Proposal
+from engine.drafter.base import NO_PROPOSAL, Drafter, DraftJob, ForwardListener, Proposal
+from engine.layout.plan import ForwardRow
+from engine.live_request import LiveRequest
 
 _logger = logging.getLogger(__name__)
 
 
 class DrafterChain:
-    """All drafters of an engine."""
+    """All drafters of an engine; those of by_name_only draft for requests that name them."""
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = list(drafters)
+    def __init__(self, drafters: Sequence[Drafter], by_name_only: Sequence[Drafter] = ()) -> None:
+        self._drafters = [*drafters, *by_name_only]
+        self._by_name_only = frozenset(drafter.name for drafter in by_name_only)
+        self._listeners: list[tuple[str, ForwardListener]] = [
+            (d.name, d) for d in self._drafters if isinstance(d, ForwardListener)
+        ]
         self.failures: dict[str, str] = {}
 
     @property
@@ -30,7 +36,7 @@ class DrafterChain:
             open_jobs = [
                 index
                 for index, job in enumerate(jobs)
-                if not proposals[index].token_ids and _may_use(job, drafter)
+                if not proposals[index].token_ids and self._may_use(job, drafter)
             ]
             if not open_jobs or drafter.name in self.failures:
                 continue
@@ -45,6 +51,17 @@ class DrafterChain:
                 proposals[index] = replace(proposal, num_positions=spent)
         return proposals
 
+    def after_forward(self, rows: Sequence[tuple[LiveRequest, ForwardRow]]) -> None:
+        """Let the drafters that read the target's states have those of a forward."""
+        for name, listener in self._listeners:
+            if name in self.failures:
+                continue
+            try:
+                listener.after_forward(rows)
+            except Exception as error:
+                self.failures[name] = f"{type(error).__name__}: {error}"
+                _logger.exception("drafter %s failed and is switched off", name)
+
     def forget(self, request_id: str) -> None:
         for drafter in self._drafters:
             drafter.forget(request_id)
@@ -53,7 +70,7 @@ class DrafterChain:
         for drafter in self._drafters:
             drafter.check_integrity()
 
-
-def _may_use(job: DraftJob, drafter: Drafter) -> bool:
-    wanted = job.live.request.speculation.drafter
-    return job.live.speculates and (wanted is None or wanted == drafter.name)
+    def _may_use(self, job: DraftJob, drafter: Drafter) -> bool:
+        wanted = job.live.request.speculation.drafter
+        is_default = wanted is None and drafter.name not in self._by_name_only
+        return job.live.speculates and (is_default or wanted == drafter.name)

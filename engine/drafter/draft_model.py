@@ -13,11 +13,10 @@ import torch
 
 from engine.block_pool import OutOfBlocksError
 from engine.drafter.base import NO_PROPOSAL, DraftJob, Proposal
+from engine.drafter.drawing import DraftPosition, draw
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
-from engine.noise import Stream
-from engine.request import AcceptanceRule
-from engine.sampler import RowSampling, Sampler
+from engine.sampler import Sampler
 from engine.target_runner import TargetRunner
 
 
@@ -150,36 +149,12 @@ class DraftModelDrafter:
 
     def _extend(self, drafts: list[_Draft], logits: torch.Tensor) -> None:
         """Draw the next token of every draft from its row of logits [R, V]."""
-        logits = self._fit_vocabulary(logits)
-        sampling = [self._row_sampling(draft) for draft in drafts]
-        by_rejection = [_draws_by_rejection(draft.job.live) for draft in drafts]
-        token_ids, _ = self._sampler.draw(
-            logits,
-            sampling,
-            streams=[Stream.DRAFT if apart else Stream.TARGET for apart in by_rejection],
-        )
-        for index, token_id in enumerate(token_ids.tolist()):
-            drafts[index].token_ids.append(token_id)
-            if by_rejection[index]:
-                processed = self._sampler.process(
-                    logits[index : index + 1].clone(), [sampling[index]]
-                )
-                drafts[index].probs.append(torch.softmax(processed, dim=-1)[0])
-
-    def _row_sampling(self, draft: _Draft) -> RowSampling:
-        live, num_drafted = draft.job.live, len(draft.token_ids)
-        num_guarded = live.request.stopping.min_tokens - live.num_output_tokens - num_drafted
-        return RowSampling(
-            params=live.request.sampling,
-            num_positions=1,
-            first_position=live.num_tokens + num_drafted,
-            history=live.history,
-            preceding_token_ids=tuple(draft.token_ids),
-            num_guarded_positions=int(num_guarded > 0),
-            guarded_token_ids=live.guarded_token_ids,
-            # Drafts that the grammar forbids would be cut before they are verified.
-            allowed=live.grammar.masks(draft.token_ids)[-1:] if live.grammar else None,
-        )
+        positions = [DraftPosition(draft.job.live, draft.token_ids) for draft in drafts]
+        token_ids, probs = draw(self._sampler, self._fit_vocabulary(logits), positions)
+        for draft, token_id, row_probs in zip(drafts, token_ids, probs, strict=True):
+            draft.token_ids.append(token_id)
+            if row_probs is not None:
+                draft.probs.append(row_probs)
 
     def _fit_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         missing = self._sampler.vocab_size - logits.shape[-1]
@@ -192,8 +167,3 @@ class DraftModelDrafter:
             return NO_PROPOSAL
         probs = torch.stack(draft.probs) if draft.probs else None
         return Proposal(tuple(draft.token_ids), probs, draft.num_positions, self.name)
-
-
-def _draws_by_rejection(live: LiveRequest) -> bool:
-    sampling = live.request.sampling
-    return not sampling.is_greedy and sampling.acceptance_rule is AcceptanceRule.REJECTION

@@ -1,0 +1,172 @@
+"""Reads and writes heads: a `speculators` directory, whole and checked, or our slim one.
+
+A slim head leaves out what belongs to the target (its embedding, its output rows of the
+draft vocabulary) and is completed when it is loaded beside its target. Nothing is ever
+guessed: a missing or unknown tensor, a vocabulary map that contradicts itself, or a card of
+another target is refused with its name.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from transformers import PreTrainedModel
+
+from engine.drafter.head.config import HeadConfig, HeadFormatError
+from engine.drafter.head.model import Eagle3Head
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "drafter_card.json"
+FROM_TARGET = ("embed_tokens.weight", "lm_head.weight", "t2d")
+
+
+def is_head_folder(folder: Path) -> bool:
+    """Whether a folder says that it holds a head."""
+    try:
+        content = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "speculators_model_type" in content
+
+
+def save_head(
+    folder: Path,
+    head: Eagle3Head,
+    card: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    is_slim: bool = False,
+) -> None:
+    """Write config, weights and card into an existing folder."""
+    state = {}
+    for name, tensor in head.state_dict().items():
+        if is_slim and name in FROM_TARGET:
+            continue
+        kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        state[name] = kept.contiguous().cpu()
+    content = head.config.to_json() | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / WEIGHTS).write_bytes(save(state, {"format": "pt"}))
+    (folder / CARD).write_text(json.dumps({**card, "is_slim": is_slim}, indent=2) + "\n")
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """What is known of a head's making; empty for heads that others made."""
+    path = folder / CARD
+    if not path.exists():
+        return {}
+    try:
+        card = json.loads(path.read_text())
+    except ValueError as error:
+        raise HeadFormatError(f"{path}: {error}") from error
+    if not isinstance(card, dict):
+        raise HeadFormatError(f"{path}: must be an object")
+    return card
+
+
+def read_config(folder: Path) -> HeadConfig:
+    """Raises HeadFormatError naming what is wrong."""
+    path = folder / CONFIG
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise HeadFormatError(f"{path}: {error}") from error
+    try:
+        return HeadConfig.from_json(content)
+    except HeadFormatError as error:
+        raise HeadFormatError(f"{path}: {error}") from error
+
+
+def load_head(
+    folder: Path,
+    target: PreTrainedModel | None,
+    *,
+    target_fingerprint: str | None = None,
+    ignores_fingerprint: bool = False,
+) -> Eagle3Head:
+    """The head of a folder, in float32. A slim one needs its target.
+
+    target_fingerprint is compared with the card's, if the card has one. Raises
+    HeadFormatError.
+    """
+    config = read_config(folder)
+    card = read_card(folder)
+    made_for = card.get("target_fingerprint")
+    if made_for and target_fingerprint and made_for != target_fingerprint:
+        message = f"{folder}: target_fingerprint: made for {made_for}, the target is "
+        if not ignores_fingerprint:
+            raise HeadFormatError(f"{message}{target_fingerprint}")
+    if target is not None:
+        check_fits(config, target)
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise HeadFormatError(f"{path}: is missing; only safetensors are read")
+    state = load_file(path)
+    head = Eagle3Head(config)
+    _complete(state, head, target, folder)
+    expected = head.state_dict()
+    missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
+    if missing or unknown:
+        raise HeadFormatError(
+            f"{path}: missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise HeadFormatError(
+                f"{path}: {name} is {list(tensor.shape)}, config.json says "
+                f"{list(expected[name].shape)}"
+            )
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise HeadFormatError(f"{path}: {name} is not finite")
+    head.load_state_dict(state)
+    _check_vocabulary(head, path)
+    return head.eval().requires_grad_(False)
+
+
+def check_fits(config: HeadConfig, target: PreTrainedModel) -> None:
+    """Raise HeadFormatError naming the field in which a head and a target disagree."""
+    text = target.config.get_text_config()
+    for field, ours, theirs in (
+        ("hidden_size", config.hidden_size, text.hidden_size),
+        ("vocab_size", config.vocab_size, text.vocab_size),
+    ):
+        if ours != theirs:
+            raise HeadFormatError(f"{field}: the head's is {ours}, the target's {theirs}")
+    if max(config.captured_layers) >= text.num_hidden_layers:
+        raise HeadFormatError(
+            f"eagle_aux_hidden_state_layer_ids: {list(config.captured_layers)} reach beyond the "
+            f"target's {text.num_hidden_layers} layers"
+        )
+
+
+def _complete(
+    state: dict[str, torch.Tensor], head: Eagle3Head, target: PreTrainedModel | None, folder: Path
+) -> None:
+    """Add what follows from the target, and the maps of a vocabulary that is not reduced."""
+    config = head.config
+    if config.draft_vocab_size == config.vocab_size and "d2t" not in state:
+        state["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
+    if "d2t" not in state:
+        raise HeadFormatError(f"{folder}: d2t is missing and draft_vocab_size is reduced")
+    token_ids = torch.arange(len(state["d2t"])) + state["d2t"]
+    if bool(((token_ids < 0) | (token_ids >= config.vocab_size)).any()):
+        raise HeadFormatError(f"{folder}: d2t points outside the vocabulary")
+    if "t2d" not in state:
+        state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        state["t2d"][token_ids] = True
+    if "embed_tokens.weight" not in state and target is not None:
+        weight = target.get_input_embeddings().weight
+        state["embed_tokens.weight"] = weight.detach().float().cpu()
+    if "lm_head.weight" not in state and target is not None and read_card(folder).get("is_slim"):
+        weight = target.get_output_embeddings().weight
+        state["lm_head.weight"] = weight.detach()[token_ids.to(weight.device)].float().cpu()
+
+
+def _check_vocabulary(head: Eagle3Head, path: Path) -> None:
+    token_ids = head.draft_token_ids
+    if int(head.t2d.sum()) != len(token_ids) or not bool(head.t2d[token_ids].all()):
+        raise HeadFormatError(f"{path}: d2t and t2d describe different vocabularies")
