@@ -1,0 +1,1 @@
+"""Trains drafters: data, features, distillation, the variational objective, evaluation."""
