@@ -27,13 +27,15 @@ _KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a run is. best_acceptance_length is of held-out conversations."""
+    """Where a run is. best_acceptance_length is of held-out conversations; num_failures counts
+    rounds that were undone."""
 
     step: int
     best_acceptance_length: float
     best_step: int
     seconds: float
     settings: dict[str, Any]
+    num_failures: int = 0
 
 
 class CheckpointStore:

@@ -7,7 +7,7 @@ from torch import nn
 
 from engine.drafter.head.model import Eagle3Head
 from engine.training.objectives import Objective, expected_accepted
-from engine.training.scores import Teacher, score
+from engine.training.scores import DraftScores, Teacher, score
 from engine.training.unrolled import Batch, unroll
 
 
@@ -41,15 +41,18 @@ class Distillation(nn.Module):
         self._autocast_dtype = autocast_dtype
         self.report: StepReport | None = None
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        outputs = self.outputs(batch)
-        scores = score(
-            outputs,
+    def scores(self, batch: Batch, *, needs_confidence_gradient: bool = False) -> DraftScores:
+        return score(
+            self.outputs(batch),
             batch,
             self.head.lm_head.weight,
             self._teacher,
             needs_overlap_gradient=self.objective.needs_overlap_gradient,
+            needs_confidence_gradient=needs_confidence_gradient,
         )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        scores = self.scores(batch)
         loss = self.objective.loss(scores)
         reached = scores.is_valid[0]
         cond = []

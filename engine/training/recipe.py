@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.training.errors import TrainingError
 from engine.training.objectives import find_objective
+from engine.training.utilities import find_utility
 
 
 def _require(condition: bool, name: str, reason: str) -> None:
@@ -99,9 +100,10 @@ class DistillRecipe:
 class VariationalRecipe:
     """The variational stage: level A ("path") or level B ("sampled" paths, EM rounds).
 
-    num_paths per context and contexts_per_batch anchors; temperature tempers the proposal;
-    utility is one of engine.training.utilities. The control spends the same steps on
-    control_objective.
+    num_paths per context (one of them the conversation's own continuation) and
+    contexts_per_batch contexts; temperature tempers the head that draws the others; utility is
+    one of engine.training.utilities. kl_weight times teacher_objective on the conversation
+    itself is added. The controls spend the same time on more distillation.
     """
 
     level: str = "sampled"
@@ -110,9 +112,9 @@ class VariationalRecipe:
     learning_rate: float = 3e-4
     num_paths: int = 4
     contexts_per_batch: int = 64
-    target_share: float = 0.5
     temperature: float = 1.0
     utility: str = "expected_length"
+    teacher_objective: str = "lk_hybrid"
     num_chain_moves: int = 0
     kl_weight: float = 0.5
     confidence_weight: float = 0.1
@@ -124,7 +126,9 @@ class VariationalRecipe:
         _require(self.level in ("path", "sampled"), "variational.level", "is path or sampled")
         for name in ("num_rounds", "steps_per_round", "num_paths", "contexts_per_batch"):
             _require(getattr(self, name) >= 1, f"variational.{name}", "must be at least 1")
-        _require(0 <= self.target_share <= 1, "variational.target_share", "must be in [0, 1]")
+        _require(self.num_paths >= 2, "variational.num_paths", "must be at least 2")
+        find_objective(self.teacher_objective)
+        find_utility(self.utility)
         for objective in self.control_objectives:
             find_objective(objective)
 

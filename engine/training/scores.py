@@ -52,6 +52,7 @@ def score(
     teacher: Teacher,
     *,
     needs_overlap_gradient: bool,
+    needs_confidence_gradient: bool = False,
 ) -> DraftScores:
     """outputs: of `unroll`, [B, A, H] per step. output_weight [Vd, H]: the head's own layer."""
     chosen = batch.depth_limits > 0  # [B, A]
@@ -71,6 +72,7 @@ def score(
         teacher.output_rows,
         teacher.draft_token_ids,
         needs_overlap_gradient,
+        needs_confidence_gradient,
     )
     return DraftScores(cross_entropy, overlap, is_match, confidence, is_valid)
 
@@ -88,6 +90,7 @@ class _Scores(torch.autograd.Function):
         teacher_weight: torch.Tensor,  # [Vd, H]
         draft_token_ids: torch.Tensor,  # [Vd]
         needs_overlap_gradient: bool,
+        needs_confidence_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         num_steps, num_anchors, _ = states.shape
         shape = (num_steps, num_anchors)
@@ -97,6 +100,9 @@ class _Scores(torch.autograd.Function):
         by_cross_entropy = torch.zeros_like(states) if states.requires_grad else None
         by_overlap = (
             torch.zeros_like(states) if states.requires_grad and needs_overlap_gradient else None
+        )
+        by_confidence = (
+            torch.zeros_like(states) if states.requires_grad and needs_confidence_gradient else None
         )
         weight = output_weight.to(states.dtype)
         for start in range(0, num_anchors, _CHUNK):
@@ -117,6 +123,9 @@ class _Scores(torch.autograd.Function):
                 wanted = best_token_ids[teacher_rows[step, part]]
                 is_match[step, part] = draft_token_ids[best_index] == wanted
                 draft_probs = logits.sub_(log_norm).exp_()
+                if by_confidence is not None:
+                    pull = weight[best_index] - draft_probs.to(weight.dtype) @ weight
+                    by_confidence[step, part] = confidence[step, part].unsqueeze(1) * pull
                 smaller = torch.minimum(target_probs, draft_probs)
                 overlap[step, part] = smaller.sum(1)
                 if by_overlap is not None:
@@ -127,14 +136,15 @@ class _Scores(torch.autograd.Function):
                 if by_cross_entropy is not None:
                     slope = draft_probs.sub_(target_probs.div_(mass))
                     by_cross_entropy[step, part] = slope.to(weight.dtype) @ weight
-        ctx.gradients = (by_cross_entropy, by_overlap)
-        ctx.mark_non_differentiable(is_match, confidence)
+        ctx.gradients = (by_cross_entropy, by_overlap, by_confidence)
+        ctx.mark_non_differentiable(is_match)
         return cross_entropy, overlap, is_match, confidence
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        by_cross_entropy, by_overlap = ctx.gradients
-        found = grads[0].unsqueeze(-1).to(by_cross_entropy.dtype) * by_cross_entropy
-        if by_overlap is not None:
-            found = found + grads[1].unsqueeze(-1).to(by_overlap.dtype) * by_overlap
-        return found, None, None, None, None, None, None, None, None
+        upstream = (grads[0], grads[1], grads[3])
+        found = torch.zeros_like(ctx.gradients[0])
+        for grad, slope in zip(upstream, ctx.gradients, strict=True):
+            if grad is not None and slope is not None:
+                found += grad.unsqueeze(-1).to(slope.dtype) * slope
+        return found, None, None, None, None, None, None, None, None, None

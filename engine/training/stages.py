@@ -39,6 +39,7 @@ from engine.training.recipe import Recipe
 from engine.training.scores import Teacher
 from engine.training.status import StatusLog
 from engine.training.trainer import Trainer, TrainSettings
+from engine.training.variational import VariationalTrainer
 from engine.training.vocabulary import count_tokens, coverage, select_vocabulary
 
 _DEFAULT_VOCABULARY = 8192
@@ -289,3 +290,54 @@ def distill(run: Run) -> Path:
     )
     material = make_material(run, best)
     return train(material, "distill-finish", finish, minutes * recipe.finish_share)
+
+
+def variational(run: Run, start: Path) -> Path:
+    """The variational stage from a distilled head; the folder of the best checkpoint."""
+    recipe = run.recipe.variational
+    material = make_material(run, start)
+    objective = "path" if recipe.level == "path" else recipe.teacher_objective
+    if recipe.level == "path":
+        settings = _continued(run, objective, recipe.num_rounds * recipe.steps_per_round)
+        return train(material, "variational", settings)
+    trainer = VariationalTrainer(
+        material.head,
+        material.teacher,
+        run.target.model,
+        material.cache,
+        material.rows[0],
+        material.evaluate,
+        recipe,
+        find_objective(objective),
+        run.recipe.head.num_draft_tokens,
+        run.recipe.distill.batch_tokens,
+        material.autocast_dtype,
+        run.folder / "variational",
+        {**material.card, "stage": "variational"},
+    )
+    state = trainer.run()
+    write_provenance(run.folder / "variational", seconds=state.seconds)
+    best = trainer.best_folder
+    if best is None:
+        raise TrainingError(f"{run.folder}/variational: no checkpoint was written")
+    return best
+
+
+def control(run: Run, start: Path, objective: str, num_steps: int, max_minutes: float) -> Path:
+    """More distillation from the same start, for as long as the variational stage took."""
+    settings = _continued(run, objective, num_steps)
+    return train(make_material(run, start), f"control-{objective}", settings, max_minutes)
+
+
+def _continued(run: Run, objective: str, num_steps: int) -> TrainSettings:
+    return TrainSettings(
+        num_steps=num_steps,
+        objective=objective,
+        learning_rate=run.recipe.variational.learning_rate,
+        batch_tokens=run.recipe.distill.batch_tokens,
+        batches_per_step=run.recipe.distill.batches_per_step,
+        num_draft_steps=run.recipe.head.num_draft_tokens,
+        num_drafts_served=run.recipe.head.num_draft_tokens,
+        evaluate_every=max(1, run.recipe.variational.steps_per_round),
+        seed=run.recipe.variational.seed + 7,
+    )

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +128,7 @@ class Trainer:
             while state.step < settings.num_steps:
                 self._step(state.step, begun)
                 seconds = time.monotonic() - begun
-                state = TrainingState(
-                    state.step + 1,
-                    state.best_acceptance_length,
-                    state.best_step,
-                    seconds,
-                    state.settings,
-                )
+                state = replace(state, step=state.step + 1, seconds=seconds)
                 is_over = max_seconds is not None and seconds >= max_seconds
                 is_last = state.step == settings.num_steps or is_over or self._is_stopping
                 if is_last or state.step % settings.evaluate_every == 0:

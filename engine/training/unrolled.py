@@ -76,25 +76,51 @@ def make_batch(conversations: Sequence[Features]) -> Batch:
     )
 
 
-def unroll(head: Eagle3Head, batch: Batch, num_steps: int) -> list[torch.Tensor]:
-    """What the output layer reads at each of num_steps draft steps, [B, A, H] each."""
-    dtype = head.dtype
-    fused = head.fuse(batch.captured.to(dtype))  # [B, T, H]
-    num_rows, length, size = fused.shape
-    positions = torch.arange(length, device=fused.device).expand(num_rows, length)
-    keys, values = head.keys(batch.next_token_ids, fused, head.rotation(positions))
-    index = batch.anchors.unsqueeze(-1).expand(-1, -1, size)
-    states = fused.gather(1, index)  # [B, A, H]
-    visible = positions[:, None, :] <= batch.anchors[:, :, None]  # [B, A, T]
-    bias = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
-    attend = _UnrolledAttention(keys.transpose(1, 2), values.transpose(1, 2), bias)
+class Unrolling:
+    """The draft steps of a batch's anchors, one after another."""
+
+    def __init__(self, head: Eagle3Head, batch: Batch) -> None:
+        fused = head.fuse(batch.captured.to(head.dtype))  # [B, T, H]
+        num_rows, self._length, size = fused.shape
+        positions = torch.arange(self._length, device=fused.device).expand(num_rows, self._length)
+        keys, values = head.keys(batch.next_token_ids, fused, head.rotation(positions))
+        index = batch.anchors.unsqueeze(-1).expand(-1, -1, size)
+        self._states = fused.gather(1, index)  # [B, A, H]
+        visible = positions[:, None, :] <= batch.anchors[:, :, None]  # [B, A, T]
+        bias = torch.zeros(visible.shape, device=fused.device)
+        bias.masked_fill_(~visible, float("-inf"))
+        self._attend = _UnrolledAttention(keys.transpose(1, 2), values.transpose(1, 2), bias)
+        self._head = head
+        self._batch = batch
+        self._step = 0
+
+    def true_token_ids(self) -> torch.Tensor:
+        """[B, A]: what the conversation has where the next step reads."""
+        fed = (self._batch.anchors + self._step).clamp(max=self._length - 1)
+        return self._batch.next_token_ids.gather(1, fed)
+
+    def advance(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[B, A, H] that the output layer reads after token_ids [B, A]."""
+        rotation = self._head.rotation(self._batch.anchors + self._step)
+        output, self._states = self._head.advance(token_ids, self._states, rotation, self._attend)
+        self._step += 1
+        return output
+
+
+def unroll(
+    head: Eagle3Head, batch: Batch, num_steps: int, path_token_ids: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """What the output layer reads at each of num_steps draft steps, [B, A, H] each.
+
+    path_token_ids [B, A, K]: drafts to feed from the second step on, in the place of the
+    conversation's own tokens.
+    """
+    unrolling = Unrolling(head, batch)
     outputs = []
     for step in range(num_steps):
-        fed = (batch.anchors + step).clamp(max=length - 1)
-        token_ids = batch.next_token_ids.gather(1, fed)
-        rotation = head.rotation(batch.anchors + step)
-        output, states = head.advance(token_ids, states, rotation, attend)
-        outputs.append(output)
+        is_true = path_token_ids is None or step == 0
+        fed = unrolling.true_token_ids() if is_true else path_token_ids[:, :, step - 1]  # type: ignore[index]
+        outputs.append(unrolling.advance(fed))
     return outputs
 
 
