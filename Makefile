@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model test-observability test-kill bench-ledger docs test-node soak bench-service bench bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,12 @@ test: check ## lint, types and contracts, then all tests that need no model
 test-model: $(STAMP) ## the tests that run the real model, which is pulled first
 	$(VENV)/bin/tandem models pull smollm2-135m-instruct
 	$(PY) -m pytest -q -m "model and not slow"
+
+test-training: $(STAMP) ## train tiny heads: kill and resume, two processes, one conversation by heart
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/engine/training
+
+bench-heads: $(STAMP) ## the shipped head on Spec-Bench: acceptance and speed -> build/bench/heads.json
+	$(PY) -m tests.benchmarks.heads
 
 bench: $(STAMP) ## what a step costs -> build/bench/decode.json (needs the model and a quiet machine)
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.decode

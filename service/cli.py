@@ -16,6 +16,7 @@ _COMMANDS = {  # name -> module and its typer app, or function
     "report": ("service.cli_report", "report"),
     "powerbi": ("service.cli_powerbi", "app"),
     "ledger": ("service.cli_ledger", "app"),
+    "train": ("service.cli_train", "app"),
 }
 
 

@@ -1,5 +1,6 @@
 """The data stage: prompts from every source of the recipe, answered by the target, in shards."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -17,7 +18,12 @@ from engine.training.prompt_sources import (
 )
 from engine.training.provenance import write_provenance
 from engine.training.recipe import Recipe
-from engine.training.regenerate import AnswerPlan, regenerate_shard, run_requests
+from engine.training.regenerate import (
+    AnswerPlan,
+    answer_request,
+    regenerate_shard,
+    run_requests,
+)
 from engine.training.status import StatusLog, duration
 
 _SHARD_PROMPTS = 160
@@ -137,3 +143,32 @@ def _self_prompts(folder: Path, recipe: Recipe, engine: Engine) -> list[Prompt]:
     rows = [{"key": p.key, "source": p.source, "token_ids": list(p.token_ids)} for p in prompts]
     atomic_files.write_json(path, rows)
     return prompts
+
+
+def answer_probe(
+    engine: Engine, recipe: Recipe, num_prompts: int
+) -> tuple[list[tuple[list[int], int]], float]:
+    """A few prompts answered: (tokens, prompt's share of them) of each, and output tokens per
+    second."""
+    data = recipe.data
+    requests = []
+    if data.prompts:
+        source = jsonl_prompts(
+            Path(data.prompts[0]), engine.tokenizer, max_prompt_tokens=data.max_prompt_tokens
+        )
+        plan = AnswerPlan(data.max_output_tokens, data.temperature, data.sampled_share, data.seed)
+        requests = [answer_request(p, plan) for p in itertools.islice(source, num_prompts)]
+    if not requests:
+        opening = user_turn_opening(engine.tokenizer)
+        requests = [self_prompt_request(i, opening, data.seed) for i in range(num_prompts)]
+    begun = time.monotonic()
+    answers = run_requests(engine, requests)
+    seconds = time.monotonic() - begun
+    rows = [
+        ([*r.prompt_token_ids, *answers[r.request_id][0]], len(r.prompt_token_ids))
+        for r in requests
+        if len(answers[r.request_id][0]) > 1
+    ]
+    if not rows:
+        raise TrainingError("plan: the target answers nothing")
+    return rows, sum(len(tokens) - prompt for tokens, prompt in rows) / seconds

@@ -29,8 +29,8 @@ class ConversationScore:
 
     accepted[k] and rounds[k] are of greedy rounds of at most k + 1 drafts. reach[k]: rounds of
     the longest kind that accepted draft k. expected[k]: mean expected accepted drafts of
-    rounds of at most k + 1 sampled drafts. confidence: (confidence, was accepted) of reached
-    drafts.
+    rounds of at most k + 1 sampled drafts. confidences: (confidence, was accepted) of reached
+    drafts. walk: (output position, accepted drafts) of every round of the longest kind.
     """
 
     key: str
@@ -42,22 +42,22 @@ class ConversationScore:
     reach: tuple[int, ...]
     expected: tuple[float, ...]
     confidences: tuple[tuple[float, bool], ...]
+    walk: tuple[tuple[int, int], ...]
 
 
-def walk_rounds(is_match: Sequence[Sequence[bool]], num_drafts: int) -> tuple[int, int]:
-    """(accepted drafts, rounds) of greedy rounds over one conversation.
+def walk_rounds(is_match: Sequence[Sequence[bool]], num_drafts: int) -> list[tuple[int, int]]:
+    """(position, accepted drafts) of the greedy rounds over one conversation.
 
     is_match[t][k]: draft k of a round that starts at t is the target's own token.
     """
-    position = accepted = rounds = 0
+    position, rounds = 0, []
     while position < len(is_match):
         count = 0
         while count < num_drafts and count < len(is_match[position]) and is_match[position][count]:
             count += 1
-        accepted += count
-        rounds += 1
+        rounds.append((position, count))
         position += count + 1
-    return accepted, rounds
+    return rounds
 
 
 @torch.inference_mode()
@@ -94,11 +94,12 @@ def score_conversations(
                 row.source,
                 row.num_output_tokens,
                 row.num_prompt_tokens,
-                tuple(accepted for accepted, _ in walks),
-                tuple(rounds for _, rounds in walks),
+                tuple(sum(count for _, count in walk) for walk in walks),
+                tuple(len(walk) for walk in walks),
                 tuple(_reach(is_match, depth + 1) for depth in range(num_steps)),
                 tuple(float(x) for x in reached.cumsum(0).mean(1)),
                 tuple(confidences),
+                tuple(walks[-1]),
             )
         )
     return found

@@ -252,7 +252,8 @@ def train(
         run.accelerator,
     )
     trainer.run(max_seconds=max_minutes * 60 or None)
-    write_provenance(folder, settings=json.loads(json.dumps(settings, default=_plain)))
+    if run.accelerator.is_main_process:
+        write_provenance(folder, settings=json.loads(json.dumps(settings, default=_plain)))
     best = trainer.best_folder
     if best is None:
         raise TrainingError(f"{folder}: no checkpoint was written")

@@ -1,0 +1,123 @@
+"""All stages in a row: from prompts to an evaluated head, within a budget if there is one."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.drafter.head.files import CARD, read_card
+from engine.training import atomic_files, report
+from engine.training.data_stage import make_data
+from engine.training.errors import TrainingError
+from engine.training.evaluation import (
+    greedy_acceptance_length,
+    score_conversations,
+)
+from engine.training.evaluation_stage import calibration_of
+from engine.training.feature_cache import FeatureCache
+from engine.training.planning import make_plan
+from engine.training.stages import (
+    Run,
+    control,
+    distill,
+    held_out,
+    make_features,
+    make_material,
+    make_teacher,
+    variational,
+)
+
+_STEPS_WITHOUT_END = 1_000_000
+
+
+def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
+    """Data, features, distillation, the variational stage and its controls; the best head by
+    held-out acceptance length lies in RUN/head. Returns the comparison, written beside it."""
+    if budget_seconds is not None:
+        run.recipe = _fit(run, budget_seconds)
+    make_data(run.folder / "data", run.recipe)
+    make_features(run)
+    distilled = distill(run)
+    begun = time.monotonic()
+    heads = {"distilled": distilled, "variational": variational(run, distilled)}
+    minutes = max(time.monotonic() - begun, 1.0) / 60
+    for objective in run.recipe.variational.control_objectives:
+        steps = _STEPS_WITHOUT_END
+        heads[f"control-{objective}"] = control(run, distilled, objective, steps, minutes)
+    return compare_and_keep(run, heads)
+
+
+def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
+    """Score the heads on the held-out conversations and keep the best in RUN/head."""
+    num_drafts = run.recipe.head.num_draft_tokens
+    scores = {}
+    for name, folder in heads.items():
+        material = make_material(run, folder)
+        cache = FeatureCache(run.folder / "features", run.identity)
+        rows = held_out(cache.rows, run.recipe.data.held_out_share)[1]
+        head = material.head.to(dtype=run.target.model.dtype)
+        teacher = make_teacher(run, head)
+        greedy = [row for row in rows if row.temperature == 0] or rows
+        scores[name] = (
+            score_conversations(head, teacher, cache, greedy, num_drafts),
+            score_conversations(head, teacher, cache, rows, num_drafts),
+        )
+    reports = {name: report.summarize(*both, num_drafts) for name, both in scores.items()}
+    lengths = {name: greedy_acceptance_length(both[0], num_drafts) for name, both in scores.items()}
+    best = max(lengths, key=lambda name: lengths[name])
+    found = {"best": best, "heads": reports, "comparisons": report.compare(scores, num_drafts)}
+    atomic_files.write_json(run.folder / "comparison.json", found)
+    try:
+        report.draw(run.folder / "comparison.png", reports)
+    except TrainingError as error:
+        found["picture"] = str(error)
+    keep_head(run.folder / "head", heads[best], calibration_of(scores[best][0]), reports[best])
+    return found
+
+
+def keep_head(
+    folder: Path, source: Path, calibration: dict[str, list[float]], evaluation: dict[str, Any]
+) -> None:
+    """A copy of a checkpoint's head alone, its card completed."""
+    card = read_card(source) | {"calibration": calibration, "evaluation": evaluation}
+
+    def fill(place: Path) -> None:
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(source / name, place / name)
+        (place / CARD).write_text(json.dumps(card, indent=2) + "\n")
+
+    atomic_files.write_folder(folder, fill)
+
+
+def _fit(run: Run, budget_seconds: float) -> Any:
+    """The recipe with as much of everything as the budget allows."""
+    recipe = run.recipe
+    plan = make_plan(run, budget_seconds)
+    atomic_files.write_json(run.folder / "plan.json", plan)
+    per_answer = max(1, recipe.data.max_output_tokens // 2)
+    count = max(24, plan["output_tokens"] // per_answer)
+    minutes = plan["seconds"]["distill"] / 60
+    positions = plan["seconds"]["distill"] * plan["train_positions_per_second"]
+    steps = max(20, int(positions / (recipe.distill.batch_tokens / 2)))
+    round_seconds = plan["seconds"]["variational"] / recipe.variational.num_rounds
+    # A variational step costs about three of distillation: drawing, scoring and learning.
+    step_seconds = 3 * recipe.distill.batch_tokens / 2 / plan["train_positions_per_second"]
+    return replace(
+        recipe,
+        data=replace(
+            recipe.data,
+            max_conversations=min(count, recipe.data.max_conversations),
+            self_prompts=min(count, recipe.data.self_prompts),
+        ),
+        distill=replace(
+            recipe.distill,
+            num_steps=steps,
+            max_minutes=minutes,
+            evaluate_every=max(5, steps // 12),
+        ),
+        variational=replace(
+            recipe.variational, steps_per_round=max(2, int(round_seconds / step_seconds))
+        ),
+    )

@@ -1,0 +1,277 @@
+"""`tandem train`: make a drafter for a target, stage by stage or all at once."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from engine.training.recipe import Recipe
+    from engine.training.stages import Run
+
+app = typer.Typer(no_args_is_help=True, help="Train drafters for a target.")
+
+_RunFolder = Annotated[Path, typer.Option("--out", help="folder of the run")]
+_RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file")]
+_Target = Annotated[str | None, typer.Option(help="folder or hub id of the target model")]
+_Changes = Annotated[list[str] | None, typer.Argument(help="section.key=value")]
+_Threads = Annotated[int | None, typer.Option(help="threads; None leaves torch's choice")]
+_DEFAULT_SELF_PROMPTS = 2000
+
+
+@app.command()
+def plan(
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    budget: Annotated[str, typer.Option(help="time, as 30m or 2h")] = "2h",
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """Measure this machine for a minute and say what a budget buys."""
+    with _friendly():
+        from engine.training.planning import make_plan
+
+        run = _run(out, recipe, target, threads, changes)
+        typer.echo(json.dumps(make_plan(run, _seconds(budget)), indent=2))
+
+
+@app.command()
+def data(
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """Have the target answer the prompts."""
+    with _friendly():
+        from engine.training.data_stage import make_data
+
+        run = _run(out, recipe, target, threads, changes)
+        make_data(run.folder / "data", run.recipe)
+
+
+@app.command()
+def cache(
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """Capture the target's hidden states over the answers."""
+    with _friendly():
+        from engine.training.stages import make_features
+
+        make_features(_run(out, recipe, target, threads, changes))
+
+
+@app.command()
+def distill(
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """Distil the target into a head; goes on where it was stopped."""
+    with _friendly():
+        from engine.training.stages import distill as run_distill
+
+        typer.echo(run_distill(_run(out, recipe, target, threads, changes)))
+
+
+@app.command()
+def variational(
+    start: Annotated[Path, typer.Option(help="the distilled head to start from")],
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """Train on whole draft paths: rounds of expectation and maximisation."""
+    with _friendly():
+        from engine.training.stages import variational as run_variational
+
+        typer.echo(run_variational(_run(out, recipe, target, threads, changes), start))
+
+
+@app.command()
+def control(
+    start: Annotated[Path, typer.Option(help="the distilled head to start from")],
+    objective: Annotated[str, typer.Option(help="what to distil with")] = "lk_hybrid",
+    steps: Annotated[int, typer.Option(help="at most")] = 600,
+    minutes: Annotated[float, typer.Option(help="at most; 0 is no limit")] = 0.0,
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """Spend the variational stage's time on more distillation, to compare with."""
+    with _friendly():
+        from engine.training.stages import control as run_control
+
+        run = _run(out, recipe, target, threads, changes)
+        typer.echo(run_control(run, start, objective, steps, minutes))
+
+
+@app.command()
+def evaluate(
+    heads: Annotated[list[Path], typer.Argument(help="folders of heads")],
+    prompts: Annotated[list[Path], typer.Option(help="JSONL files, never trained on")],
+    target: Annotated[str, typer.Option(help="folder or hub id of the target model")],
+    out: _RunFolder = Path("build/training/evaluation"),
+    draft_tokens: Annotated[int, typer.Option(help="K")] = 4,
+    max_output_tokens: Annotated[int, typer.Option()] = 128,
+    max_conversations: Annotated[int, typer.Option()] = 100_000,
+    dtype: Annotated[str, typer.Option()] = "auto",
+    threads: _Threads = None,
+) -> None:
+    """Replay heads over the target's own answers: exact, with confidence intervals; any number
+    of heads is compared pairwise."""
+    with _friendly():
+        _evaluate(
+            heads,
+            prompts,
+            target,
+            out,
+            draft_tokens,
+            max_output_tokens,
+            max_conversations,
+            dtype,
+            threads,
+        )
+
+
+app.command(name="compare", help="The same as evaluate, for two heads or more.")(evaluate)
+
+
+@app.command()
+def run(
+    out: _RunFolder = Path("build/training/run"),
+    recipe: _RecipeFile = None,
+    target: _Target = None,
+    budget: Annotated[str | None, typer.Option(help="time, as 30m or 2h")] = None,
+    threads: _Threads = None,
+    changes: _Changes = None,
+) -> None:
+    """All stages, from a recipe or from no more than a target and a time budget."""
+    with _friendly():
+        from engine.training.whole_run import train_whole
+
+        started = _run(out, recipe, target, threads, changes)
+        seconds = _seconds(budget) if budget is not None else None
+        typer.echo(json.dumps(train_whole(started, seconds), indent=2))
+
+
+def _evaluate(
+    heads: list[Path],
+    prompts: list[Path],
+    target: str,
+    out: Path,
+    draft_tokens: int,
+    max_output_tokens: int,
+    max_conversations: int,
+    dtype: str,
+    threads: int | None,
+) -> None:
+    from engine.training import atomic_files, report
+    from engine.training.errors import TrainingError
+    from engine.training.evaluation_stage import EvaluationSet, evaluate_heads
+
+    names = {_label(folder): folder for folder in heads}
+    if len(names) != len(heads):
+        raise TrainingError("heads: two of them have the same name")
+    recipe = _recipe(
+        None,
+        target,
+        [
+            f"dtype='{dtype}'",
+            f"data.prompts={[str(path.resolve()) for path in prompts]}",
+            f"data.max_output_tokens={max_output_tokens}",
+            f"data.max_conversations={max_conversations}",
+        ],
+    )
+    evaluation = EvaluationSet(out, recipe, recipe.data.prompts, _accelerator(threads))
+    evaluation.make()
+    found = evaluate_heads(evaluation, names, draft_tokens)
+    atomic_files.write_json(out / "evaluation.json", found)
+    report.draw(out / "evaluation.png", found["heads"])
+    typer.echo(json.dumps(found, indent=2))
+
+
+def _label(folder: Path) -> str:
+    """The stage for a checkpoint's folder, else the folder's own name."""
+    return folder.parent.name if folder.name.startswith("step-") else folder.name
+
+
+def _run(
+    out: Path,
+    recipe: Path | None,
+    target: str | None,
+    threads: int | None,
+    changes: list[str] | None,
+) -> "Run":
+    from engine.training.stages import Run
+
+    return Run(out, _recipe(recipe, target, changes or []), _accelerator(threads))
+
+
+def _recipe(path: Path | None, target: str | None, changes: list[str]) -> "Recipe":
+    from engine.training.errors import TrainingError
+    from engine.training.recipe import load_recipe
+
+    pairs: dict[str, str] = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise TrainingError(f"{change}: is no section.key=value")
+        pairs[name] = value
+    if target is not None:
+        pairs["target"] = json.dumps(target)
+    if path is None and "data.prompts" not in pairs:
+        pairs.setdefault("data.self_prompts", str(_DEFAULT_SELF_PROMPTS))
+    return load_recipe(path, pairs)
+
+
+def _accelerator(threads: int | None) -> Any:
+    import torch
+    from accelerate import Accelerator
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return Accelerator(cpu=not torch.cuda.is_available())
+
+
+def _seconds(text: str) -> float:
+    from engine.training.errors import TrainingError
+
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    try:
+        return float(text[:-1]) * units[text[-1]]
+    except (ValueError, KeyError, IndexError):
+        raise TrainingError(f"budget: {text!r} is no time; write 45s, 30m, 2h or 1d") from None
+
+
+class _friendly:  # noqa: N801 - used as a statement
+    """Turns refusals into one line on standard error and an exit code."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        from engine.training.errors import TrainingError
+        from engine.training.trainer import EXIT_STOPPED, StoppedError
+
+        if isinstance(error, StoppedError):
+            typer.echo("stopped; run the same command again to go on", err=True)
+            raise typer.Exit(EXIT_STOPPED) from error
+        if isinstance(error, TrainingError | ValueError):
+            typer.echo(f"tandem train: {error}", err=True)
+            raise typer.Exit(2) from error
