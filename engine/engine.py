@@ -21,6 +21,7 @@ from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
 from engine.breaker import SpeculationBreaker
 from engine.committer import Committer
 from engine.config import EngineConfig
+from engine.cost_table import CostTable
 from engine.drafter.base import DraftJob, Proposal
 from engine.intake import make_live
 from engine.live_request import LiveRequest
@@ -29,6 +30,7 @@ from engine.request import (
     FinishReason,
     GenerationRequest,
     RequestError,
+    StructuredOutput,
     TokenDelta,
 )
 from engine.scheduler import PlannedRow
@@ -82,6 +84,13 @@ class Engine:
         self._scheduler.add(
             make_live(request, parts.info, parts.tokenizer, parts.grammars, parts.sampler)
         )
+
+    def prepare(self, wanted: StructuredOutput) -> None:
+        """Compile a grammar ahead of `submit`, which then finds it; from any thread.
+
+        Raises RequestError naming the field when it cannot be used.
+        """
+        self._parts.grammars.compile(wanted)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request at the start of the next step; unknown ids are ignored."""
@@ -153,6 +162,11 @@ class Engine:
         return finding
 
     @property
+    def target_costs(self) -> CostTable:
+        """What a forward of the target costs, as measured at start."""
+        return self._parts.lengths.costs.target
+
+    @property
     def num_audits_waiting(self) -> int:
         return len(self._audits)
 
@@ -178,7 +192,10 @@ class Engine:
         return ended
 
     def _propose(self, plan: Sequence[PlannedRow]) -> list[Proposal]:
-        jobs = [DraftJob(p.live, p.start + p.num_tokens, p.max_drafts) for p in plan]
+        jobs = [
+            DraftJob(p.live, p.start + p.num_tokens, p.max_drafts, self._lengths.min_reach(p.live))
+            for p in plan
+        ]
         proposals = [
             _legal(planned.live, proposal)
             for planned, proposal in zip(plan, self._drafters.propose(jobs), strict=True)
@@ -221,6 +238,7 @@ class Engine:
             num_free_blocks=pool.num_available,
             num_total_blocks=pool.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
+            drafter_events=self._drafters.take_events(),
         )
 
     def check_integrity(self) -> None:

@@ -5,55 +5,101 @@ A verify step needs the allowed tokens at every draft position. They are compute
 the matcher walk along the drafts and back, so a rejected draft leaves it where it was.
 """
 
+import copy
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import llguidance.hf
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from engine.grammar_trial import GrammarTrials, TrialTimeoutError
 from engine.request import RequestError, StructuredOutput, StructuredOutputKind
+
+COMPILE_SECONDS = 2.0
+_NUM_KEPT = 128  # compiled grammars
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. May be called from any thread."""
+    """Compiles grammars for one vocabulary. May be called from any thread.
+
+    The newest ones are kept, so that a grammar that was compiled ahead of its request is only
+    copied when the request comes. A grammar that has not been compiled after timeout_seconds is
+    refused, and takes nothing of this process with it.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        timeout_seconds: float = COMPILE_SECONDS,
     ) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._kept: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # guards the kept ones
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer = tokenizer
 
     @cached_property
-    def _vocabulary(self) -> LLTokenizer:
+    def _tokenizer_json(self) -> str:
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise RequestError("structured_output", "not supported with this model's tokenizer")
-        return llguidance.hf.from_tokenizer(
-            self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+        backend = copy.copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return LLTokenizer(
+            self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+        )
+
+    @cached_property
+    def _trials(self) -> GrammarTrials:
+        return GrammarTrials(
+            self._tokenizer_json, self._vocab_size, self._eos_token_ids, self._timeout_seconds
         )
 
     def compile(self, wanted: StructuredOutput) -> "Grammar":
-        """Raises RequestError naming the field when the grammar is not one, or too large."""
+        """Raises RequestError naming the field when the grammar is not one, too large or too
+        slow to compile."""
+        with self._lock:
+            matcher = self._kept.get(wanted)
+            if matcher is not None:
+                self._kept.move_to_end(wanted)
+        if matcher is None:
+            matcher = self._matcher(wanted)
+            with self._lock:
+                self._kept[wanted] = matcher
+                if len(self._kept) > _NUM_KEPT:
+                    self._kept.popitem(last=False)
+        return Grammar(matcher.deep_copy(), self._vocab_size, frozenset(self._eos_token_ids))
+
+    def _matcher(self, wanted: StructuredOutput) -> LLMatcher:
         field = f"structured_output.{wanted.kind}"
         try:
             grammar = _to_llguidance(wanted)
+            problem = self._trials.problem(grammar)
         except ValueError as error:
             raise RequestError(field, str(error)) from error
-        problem = LLMatcher.validate_grammar(grammar, self._vocabulary)
+        except TrialTimeoutError:
+            raise RequestError(
+                field, f"takes longer than {self._timeout_seconds:g} s to compile"
+            ) from None
         if problem:
-            raise RequestError(field, problem.strip())
+            raise RequestError(field, problem)
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(field, matcher.get_error())
-        return Grammar(matcher, self._vocab_size, frozenset(self._eos_token_ids))
+        return matcher
 
 
 @dataclass(slots=True)

@@ -9,12 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from engine.breaker import BreakerState, SpeculationBreaker
-from engine.request import FinishReason, GenerationRequest
+from engine.request import FinishReason, GenerationRequest, StructuredOutput
 from engine.stats import EngineLoad, ModelInfo, StepStats
 from engine.step import StepOutput
 
@@ -23,10 +24,11 @@ if TYPE_CHECKING:  # it would load torch
 
 
 class Engine(Protocol):
-    """What the bridge needs of engine.engine.Engine; every method is called from its thread."""
+    """What the bridge needs of engine.engine.Engine, called from its thread alone."""
 
     @property
     def info(self) -> ModelInfo: ...
+    def prepare(self, wanted: StructuredOutput) -> None: ...  # from any thread
     def submit(self, request: GenerationRequest) -> None: ...
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None: ...
     def step(self) -> StepOutput: ...
@@ -94,6 +96,8 @@ class EngineThread:
         self._state = EngineState.LOADING
         self._loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[ModelInfo] = self._loop.create_future()
+        self._engine: Engine | None = None
+        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -127,12 +131,22 @@ class EngineThread:
         self._post(_Submit(request, accepted))
         return accepted
 
+    async def prepare(self, wanted: StructuredOutput) -> None:
+        """Compile a grammar in a thread apart, so that no step waits for it.
+
+        Raises RequestError when it cannot be used, EngineGoneError without an engine.
+        """
+        if self._engine is None:
+            raise EngineGoneError("the engine is not running")
+        await self._loop.run_in_executor(self._grammars, self._engine.prepare, wanted)
+
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Takes effect before the next step; unknown ids are ignored."""
         self._post(_Cancel(request_id, reason))
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Leave after the current step; False when it did not end in time."""
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -149,7 +163,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = self._build()
+            self._engine = engine = self._build()
             self._load = engine.load()
         except Exception as error:
             self._state = EngineState.FAILED

@@ -9,10 +9,12 @@ from engine.request import (
     GenerationRequest,
     RequestError,
     SpeculationMode,
+    StructuredOutput,
     validate_against_model,
 )
 from service import errors
 from service.admission import DeadlineRefusedError, RefusedError, Ticket
+from service.engine_thread import EngineGoneError
 from service.orders import GenerationOrder
 from service.serving import Caller, Serving
 from telemetry.recording import Recording
@@ -41,6 +43,8 @@ async def admit(serving: Serving, order: GenerationOrder, caller: Caller) -> Adm
         for request in requests:
             if request.request_id in serving.live:
                 raise errors.already_live(order.request_id)
+        if order.structured_output is not None:
+            await _prepare(serving, order.structured_output)
         ticket = _take_place(serving, caller, requests)
     except Exception as error:
         failure = errors.as_service_error(error)
@@ -49,6 +53,13 @@ async def admit(serving: Serving, order: GenerationOrder, caller: Caller) -> Adm
         )
         raise
     return Admitted(requests, num_prompt_tokens, ticket)
+
+
+async def _prepare(serving: Serving, wanted: StructuredOutput) -> None:
+    try:
+        await serving.engine.prepare(wanted)
+    except EngineGoneError as error:
+        raise errors.unavailable(str(error), retry_after_seconds=1.0) from error
 
 
 def record_refusal(
@@ -64,12 +75,18 @@ def record_refusal(
         request_id,
         status_code=failure.code.name,
         reason=failure.code.name.lower(),
-        error=failure.message,
+        error=_without_content(failure.message),
         tenant=caller.tenant,
         labels=dict(labels),
         num_prompt_tokens=num_prompt_tokens,
         trace_id=caller.call.trace_id,
     )
+
+
+def _without_content(message: str) -> str:
+    """What is wrong with a grammar quotes it: the ledger keeps the field alone."""
+    field, _, _ = message.partition(":")
+    return f"{field}: refused" if field.startswith("structured_output") else message
 
 
 def _requests_of(

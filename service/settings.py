@@ -7,11 +7,20 @@ import ipaddress
 from decimal import Decimal
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from engine.config import AuditConfig, Dtype, EngineConfig, LayoutName, Numerics, SpeculationConfig
+from engine.config import (
+    AuditConfig,
+    Dtype,
+    EngineConfig,
+    HeadSource,
+    LayoutName,
+    Numerics,
+    SpeculationConfig,
+)
 
 
 class ServiceSettings(BaseSettings):
@@ -35,6 +44,10 @@ class ServiceSettings(BaseSettings):
     drafters: tuple[str, ...] = ("prompt_lookup",)
     max_draft_tokens: int = Field(default=4, ge=0, le=64)
     audit_share: float = Field(default=0.01, ge=0, le=1)  # of finished requests, in idle time
+    heads: tuple[str, ...] = ()  # of the registry, NAME or NAME@VERSION: drafters "head:NAME"
+    registry: Path | None = None  # None: under `home`
+    experiment_file: Path | None = None  # read again on SIGHUP
+    experiment_check_seconds: float = Field(default=30, gt=0)  # how often guard rails look
 
     # Listening
     host: str = "127.0.0.1"
@@ -106,6 +119,8 @@ class ServiceSettings(BaseSettings):
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if self.jwt_issuer is not None and self.access_file is None:
             raise ValueError("jwt_issuer needs access_file, which says who the subjects are")
+        for name in ("jwt_issuer", "jwt_jwks_url"):
+            _check_issuer_url(name, getattr(self, name))
         if self.tls_certificate is None and not (self.allow_insecure or is_loopback(self.host)):
             raise ValueError(
                 f"host: {self.host} is not loopback, and without tls_certificate everything "
@@ -119,8 +134,10 @@ class ServiceSettings(BaseSettings):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
-    def engine_config(self, target: str, draft: str | None) -> EngineConfig:
-        """The engine's part; target and draft are folders or hub ids, already resolved."""
+    def engine_config(
+        self, target: str, draft: str | None, heads: tuple[HeadSource, ...] = ()
+    ) -> EngineConfig:
+        """The engine's part; target, draft and heads are folders or hub ids, already resolved."""
         drafters = self.drafters
         if draft is not None and "draft_model" not in drafters:
             drafters = (*drafters, "draft_model")
@@ -138,9 +155,21 @@ class ServiceSettings(BaseSettings):
             audit=AuditConfig(share=self.audit_share),
             cost_table_folder=str(self.home.expanduser() / "cost-tables"),
             speculation=SpeculationConfig(
-                drafters=drafters, draft_model=draft, max_draft_tokens=self.max_draft_tokens
+                drafters=drafters,
+                draft_model=draft,
+                more_heads=heads,
+                max_draft_tokens=self.max_draft_tokens,
             ),
         )
+
+
+def _check_issuer_url(name: str, url: str | None) -> None:
+    """Whoever can change keys on their way can make every token."""
+    if url is None or url.startswith("https://"):
+        return
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not is_loopback(parts.hostname or ""):
+        raise ValueError(f"{name}: {url} must begin with https://")
 
 
 def is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ from engine.request import (
     FinishReason,
     GenerationRequest,
     RequestError,
+    StructuredOutput,
     TokenDelta,
     validate_against_model,
 )
@@ -70,6 +71,7 @@ class FakeEngine:
         self.tokens_per_step = tokens_per_step
         self.step_seconds = step_seconds
         self.breaker = SpeculationBreaker()
+        self.prepare_seconds = 0.0
         self.may_run = threading.Event()
         self.may_run.set()
         self.crash = False
@@ -80,6 +82,12 @@ class FakeEngine:
         self._fail_token_id = fail_token_id
         self._rows: OrderedDict[str, _Row] = OrderedDict()
         self._to_end: dict[str, FinishReason] = {}
+
+    def prepare(self, wanted: StructuredOutput) -> None:
+        """Takes as long as the test wants; the regular expression "(" is refused."""
+        time.sleep(self.prepare_seconds)
+        if wanted.text == "(":
+            raise RequestError("structured_output.regex", "unclosed ( in private words")
 
     def submit(self, request: GenerationRequest) -> None:
         validate_against_model(request, self.info.vocab_size, self.info.max_model_tokens)

@@ -93,6 +93,18 @@ async def test_structured_output_is_what_was_asked_for(tiny_service: TinyService
     assert wrong.value.field_violations[0][0] == "structured_output.regex"
 
 
+async def test_a_grammar_without_end_is_refused_in_time(tiny_service: TinyService) -> None:
+    request = build_request("the", max_tokens=20)
+    terms = " & ".join(f"/(?s:.*a.{{{length}}})/" for length in range(200, 300))
+    request.structured_output.grammar = f"start: A\nA: {terms}\n"
+    with pytest.raises(TandemError) as slow:
+        await tiny_service.client.generate(request).result()
+    assert slow.value.field_violations == (
+        ("structured_output.grammar", "takes longer than 2 s to compile"),
+    )
+    assert (await tiny_service.client.generate("the", max_tokens=4).result()).usage is not None
+
+
 async def test_logprobs_come_for_every_token_of_output_and_prompt(
     tiny_service: TinyService,
 ) -> None:

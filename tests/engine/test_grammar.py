@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from engine.grammar import GrammarCompiler
 from engine.request import (
     FinishReason,
     GenerationRequest,
@@ -174,3 +175,36 @@ def test_what_contradicts_structured_output_is_refused() -> None:
         assert caught.value.field == field
     with pytest.raises(RequestError):
         StructuredOutput(StructuredOutputKind.REGEX, "a" * 100_000)
+
+
+def _compiler(**options: float) -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer(), 320, [1], **options)
+
+
+def test_a_grammar_that_is_never_built_is_given_up_and_the_next_one_works() -> None:
+    terms = " & ".join(f"/(?s:.*a.{{{length}}})/" for length in range(200, 300))
+    compiler = _compiler(timeout_seconds=0.3)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"structured_output\.grammar.*longer than 0.3 s"):
+            compiler.compile(structured(StructuredOutputKind.GRAMMAR, f"start: A\nA: {terms}\n"))
+    compiler.compile(structured(StructuredOutputKind.REGEX, "[0-9]{3}"))
+
+
+def test_a_grammar_compiled_ahead_is_copied_for_every_request() -> None:
+    compiler = _compiler()
+    digits = structured(StructuredOutputKind.REGEX, "[0-9]{2}")
+    first, second = compiler.compile(digits), compiler.compile(digits)
+    one = tiny_tokenizer()("1", add_special_tokens=False)["input_ids"]
+    first.commit(one * 2)
+    assert not first.masks(())[0, one[0]]
+    assert second.masks(())[0, one[0]]
+
+
+def test_a_process_that_died_between_two_grammars_is_replaced() -> None:
+    compiler = _compiler()
+    compiler.compile(structured(StructuredOutputKind.REGEX, "a"))
+    process = compiler._trials._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    compiler.compile(structured(StructuredOutputKind.REGEX, "b"))
