@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from exports.errors import TargetError
 from exports.powerbi.pbir import report_files
@@ -60,8 +61,11 @@ def project_files(root: str = DEFAULT_ROOT, source: Source = Source.FOLDER) -> d
 def write_project(folder: Path, root: str, source: Source = Source.FOLDER) -> Path:
     """Write a project into a folder that has none; returns the .pbip file.
 
-    Raises TargetError when there is one already: it may hold a person's work.
+    Raises TargetError when there is one already, for it may hold a person's work, and for a
+    PostgreSQL address that names no server or database or that holds a password.
     """
+    if source is Source.POSTGRESQL:
+        _check_address(root)
     pbip = folder / f"{NAME}.pbip"
     if pbip.exists():
         raise TargetError(f"{pbip} exists already")
@@ -73,8 +77,18 @@ def write_project(folder: Path, root: str, source: Source = Source.FOLDER) -> Pa
 
 
 def default_source(root: str) -> Source:
-    """ADLS for an https address, a folder for anything else."""
+    """ADLS for an https address, PostgreSQL for its own, a folder for anything else."""
+    if root.startswith("postgresql://"):
+        return Source.POSTGRESQL
     return Source.ADLS if root.startswith("https://") else Source.FOLDER
+
+
+def _check_address(root: str) -> None:
+    address = urlsplit(root)
+    if address.scheme != "postgresql" or not address.hostname or len(address.path) < 2:
+        raise TargetError(f"root: want postgresql://HOST:PORT/DATABASE, got {root!r}")
+    if address.username or address.password:
+        raise TargetError("root: no user or password here; Power BI asks for them and keeps them")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

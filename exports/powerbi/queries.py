@@ -14,6 +14,7 @@ class Source(StrEnum):
 
     FOLDER = "folder"
     ADLS = "adls"
+    POSTGRESQL = "postgresql"
 
 
 # One function per kind of source: a query that could open either is not refreshed by the
@@ -65,9 +66,9 @@ in
     Result"""
 
 
-def parameter(root: str) -> str:
-    """The value of ParquetRoot."""
-    return f"{m_text(root)} {_parameter_meta('Text')}"
+def parameter(value: str) -> str:
+    """The value of a parameter that is text, such as ParquetRoot."""
+    return f"{m_text(value)} {_parameter_meta('Text')}"
 
 
 def range_parameter(year: int) -> str:
@@ -93,6 +94,17 @@ EXPORT_MANIFEST = """let
     Document = Json.Document(ExportFiles{[#"Export Path" = "manifest.json"]}[Content])
 in
     Document"""
+
+
+def view_query(table: ModelTable, schema: str) -> str:
+    """The query of one table over its view in PostgreSQL, all of which folds into SQL."""
+    columns = ", ".join(m_text(column.source) for column in table.columns)
+    return f"""let
+    Source = PostgreSQL.Database(PostgresServer, PostgresDatabase),
+    View = Source{{[Schema = {m_text(schema)}, Item = {m_text(table.source)}]}}[Data],
+    Rows = Table.SelectColumns(View, {{{columns}}})
+in
+    Rows"""
 
 
 def table_query(table: ModelTable) -> str:

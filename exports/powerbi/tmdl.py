@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -18,7 +19,9 @@ from exports.powerbi.queries import (
     parameter,
     range_parameter,
     table_query,
+    view_query,
 )
+from exports.powerbi.views import SCHEMA as VIEW_SCHEMA
 
 COMPATIBILITY_LEVEL = 1604
 _NAMESPACE = uuid.UUID("6f0b3b0e-6c0b-4f0e-9f55-1d9b9a3c5a10")
@@ -38,13 +41,15 @@ def model_files(root: str, source: Source) -> dict[str, str]:
     tables = model_tables()
     files = {
         "database.tmdl": f"database\n\tcompatibilityLevel: {COMPATIBILITY_LEVEL}\n",
-        "model.tmdl": _model(tables),
-        "expressions.tmdl": _expressions(root, source),
+        "model.tmdl": _model(tables, source),
+        "expressions.tmdl": (
+            _view_expressions(root) if source is Source.POSTGRESQL else _expressions(root, source)
+        ),
         "relationships.tmdl": _relationships(),
     }
     for table in tables:
         measures = [measure for measure in MEASURES if measure.table == table.name]
-        files[f"tables/{table.name}.tmdl"] = _table(table, measures)
+        files[f"tables/{table.name}.tmdl"] = _table(table, measures, source)
     return files
 
 
@@ -55,9 +60,12 @@ def quoted(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
-def _model(tables: tuple[ModelTable, ...]) -> str:
+def _model(tables: tuple[ModelTable, ...], source: Source) -> str:
     queries = ["ParquetRoot", "RangeStart", "RangeEnd", "ExportFiles", "ExportManifest"]
-    queries += ["fnReadTable", *(table.name for table in tables)]
+    queries += ["fnReadTable"]
+    if source is Source.POSTGRESQL:
+        queries = ["PostgresServer", "PostgresDatabase"]
+    queries += [table.name for table in tables]
     order = ",".join(f'"{query}"' for query in queries)
     lines = [
         "model Model",
@@ -95,6 +103,18 @@ def _expressions(root: str, source: Source) -> str:
     return "\n".join(parts)
 
 
+def _view_expressions(root: str) -> str:
+    address = urlsplit(root)
+    server = f"{address.hostname}:{address.port}" if address.port else str(address.hostname)
+    values = (
+        ("PostgresServer", "Server of the ledger, better a replica of it", server),
+        ("PostgresDatabase", "Database whose schema tandem_bi holds the views", address.path[1:]),
+    )
+    return "\n".join(
+        f"/// {text}\nexpression {name} = {parameter(value)}\n" for name, text, value in values
+    )
+
+
 def _relationships() -> str:
     parts = []
     for relation in relationships():
@@ -107,7 +127,7 @@ def _relationships() -> str:
     return "\n".join(parts)
 
 
-def _table(table: ModelTable, measures: list[Measure]) -> str:
+def _table(table: ModelTable, measures: list[Measure], source: Source) -> str:
     lines = [f"/// {table.description}", f"table {quoted(table.name)}"]
     if table.is_date_table:
         lines.append("\tdataCategory: Time")
@@ -116,20 +136,28 @@ def _table(table: ModelTable, measures: list[Measure]) -> str:
         lines += [*_measure(measure), ""]
     for column in table.columns:
         lines += [*_column(column, table), ""]
-    if has_day_column(table):
+    is_live = source is Source.POSTGRESQL
+    if has_day_column(table) and not is_live:
         lines += ["\tcolumn 'Day At'", "\t\tdataType: dateTime", "\t\tisHidden"]
         lines += ["\t\tsummarizeBy: none", "\t\tsourceColumn: day_at", ""]
-    query = table_query(table)
-    if table.is_incremental:
+    query = view_query(table, VIEW_SCHEMA) if is_live else table_query(table)
+    if table.is_incremental and not is_live:
         lines += [*_refresh_policy(query), ""]
     lines += [
         f"\tpartition {quoted(table.name)} = m",
-        "\t\tmode: import",
+        f"\t\tmode: {_mode(table, source)}",
         "\t\tsource = ```",
         _indented(query, 4),
         "\t\t\t\t```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _mode(table: ModelTable, source: Source) -> str:
+    if source is not Source.POSTGRESQL:
+        return "import"
+    # Small and slow to change, so kept in memory too: a slicer then asks no database.
+    return "dual" if table.source.startswith("dim_") else "directQuery"
 
 
 def _measure(measure: Measure) -> Iterator[str]:

@@ -157,3 +157,34 @@ def test_a_copy_for_adls_opens_adls_and_nothing_else(tmp_path: Path) -> None:
     text = (tmp_path / "Tandem.SemanticModel" / "definition" / "expressions.tmdl").read_text()
     assert "AzureStorage.DataLake(ParquetRoot)" in text
     assert "Folder.Files" not in text
+
+
+def test_a_copy_for_postgresql_asks_the_views_and_keeps_no_rows_of_facts(tmp_path: Path) -> None:
+    write_project(tmp_path, "postgresql://replica:5433/ledger", Source.POSTGRESQL)
+    definition = tmp_path / "Tandem.SemanticModel" / "definition"
+    expressions = (definition / "expressions.tmdl").read_text()
+    assert 'expression PostgresServer = "replica:5433" meta' in expressions
+    assert 'expression PostgresDatabase = "ledger" meta' in expressions
+    for table in model_tables():
+        text = (definition / "tables" / f"{table.name}.tmdl").read_text()
+        mode = "dual" if table.source.startswith("dim_") else "directQuery"
+        assert f"mode: {mode}" in text
+        assert f'[Schema = "tandem_bi", Item = "{table.source}"]' in text
+        assert "refreshPolicy" not in text  # there is nothing to refresh
+        assert "day_at" not in text
+    assert "ParquetRoot" not in "".join(path.read_text() for path in definition.rglob("*.tmdl"))
+
+
+@pytest.mark.parametrize(
+    ("root", "reason"),
+    [
+        ("postgresql://replica", "want postgresql://HOST"),
+        ("replica/ledger", "want postgresql://HOST"),
+        ("postgresql://me:secret@replica/ledger", "no user or password"),
+    ],
+)
+def test_an_address_that_cannot_be_written_down_is_refused(
+    root: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TargetError, match=reason):
+        write_project(tmp_path, root, Source.POSTGRESQL)

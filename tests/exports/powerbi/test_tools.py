@@ -23,6 +23,7 @@ from exports.powerbi.queries import (
     parameter,
     range_parameter,
     table_query,
+    view_query,
 )
 
 pytestmark = pytest.mark.slow
@@ -31,9 +32,16 @@ TOOLS = Path(os.environ.get("TANDEM_POWERBI_TOOLS", "build/powerbi-tools")).reso
 HERE = Path(__file__).parent
 
 
+ROOTS = {
+    Source.FOLDER: r"C:\data\tandem-export",
+    Source.ADLS: "https://account.dfs.core.windows.net/box/export",
+    Source.POSTGRESQL: "postgresql://replica:5432/ledger",
+}
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    write_project(tmp_path, r"C:\data\tandem-export")
+    write_project(tmp_path, ROOTS[Source.FOLDER])
     return tmp_path
 
 
@@ -44,8 +52,10 @@ def tom_check(definition: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["mono", str(program), str(definition)], capture_output=True, text=True)
 
 
-def test_microsofts_serializer_reads_the_model(project: Path) -> None:
-    result = tom_check(project / "Tandem.SemanticModel" / "definition")
+@pytest.mark.parametrize("source", Source)
+def test_microsofts_serializer_reads_the_model(source: Source, tmp_path: Path) -> None:
+    write_project(tmp_path, ROOTS[source], source)
+    result = tom_check(tmp_path / "Tandem.SemanticModel" / "definition")
     assert result.returncode == 0, result.stdout
     assert f"tables={len(model_tables())} measures={len(MEASURES)} " in result.stdout
 
@@ -63,10 +73,11 @@ def queries() -> Iterator[tuple[str, str]]:
     yield "RangeStart", range_parameter(2026).split(" meta ")[0]
     yield "ExportManifest", EXPORT_MANIFEST
     yield "fnReadTable", READ_TABLE
-    for source in Source:
+    for source in (Source.FOLDER, Source.ADLS):
         yield f"ExportFiles {source}", export_files(source)
     for table in model_tables():
         yield table.name, table_query(table)
+        yield f"{table.name} in PostgreSQL", view_query(table, "tandem_bi")
 
 
 def parse_m(texts: list[tuple[str, str]]) -> subprocess.CompletedProcess[str]:
