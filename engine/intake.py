@@ -19,11 +19,11 @@ def make_live(
 ) -> LiveRequest:
     """Raises RequestError naming the field that this model or server cannot serve."""
     validate_against_model(request, info.vocab_size, info.max_model_tokens)
-    wanted = request.speculation.drafter
-    if wanted is not None and wanted not in info.drafters:
-        raise RequestError(
-            "speculation.drafter", f"unknown {wanted!r}; available: {', '.join(info.drafters)}"
-        )
+    for wanted in request.speculation.named_drafters or ():
+        if wanted not in info.drafters:
+            raise RequestError(
+                "speculation.drafter", f"unknown {wanted!r}; available: {', '.join(info.drafters)}"
+            )
     live = LiveRequest(request, list(request.prompt_token_ids))
     eos = () if request.stopping.ignore_eos else info.eos_token_ids
     live.stop_token_ids = frozenset((*eos, *request.stopping.stop_token_ids))

@@ -226,11 +226,16 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """What a request wants of speculation. None leaves the choice to the server."""
+    """What a request wants of speculation. None leaves the choice to the server.
+
+    drafter: the only one that may draft. drafters: those that may, in the server's order of
+    preference, where drafter is None.
+    """
 
     mode: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int | None = None
     drafter: str | None = None
+    drafters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -238,6 +243,11 @@ class SpeculationParams:
             "speculation.max_draft_tokens",
             f"must be between 0 and 64, got {self.max_draft_tokens}",
         )
+
+    @property
+    def named_drafters(self) -> tuple[str, ...] | None:
+        """The names that the request gives, None when it gives none."""
+        return self.drafters if self.drafter is None else (self.drafter,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class DrafterChain:
             drafter.check_integrity()
 
     def _may_use(self, job: DraftJob, drafter: Drafter) -> bool:
-        wanted = job.live.request.speculation.drafter
-        is_default = wanted is None and drafter.name not in self._by_name_only
-        return job.live.speculates and (is_default or wanted == drafter.name)
+        named = job.live.request.speculation.named_drafters
+        if named is None:
+            return job.live.speculates and drafter.name not in self._by_name_only
+        return job.live.speculates and drafter.name in named

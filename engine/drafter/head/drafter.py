@@ -86,7 +86,8 @@ class HeadDrafter:
             first = stop
 
     def _serves(self, live: LiveRequest) -> bool:
-        return live.speculates and live.request.speculation.drafter in (None, self.name)
+        named = live.request.speculation.named_drafters
+        return live.speculates and (named is None or self.name in named)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         drafts = [
