@@ -16,7 +16,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import AutoConfig
 
 _CPU_FLAGS_WITH_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
-_CIRCUMSTANCES = ("_name_or_path", "transformers_version")
+_CIRCUMSTANCES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 64
 
@@ -138,7 +138,8 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def _fingerprint(name: str, model: PreTrainedModel) -> str:
     """Changes when the configuration or the weights do: a hash of the configuration and of
-    samples spread over every weight."""
+    samples spread over every weight. The dtype that files are loaded in does not count: a head
+    trained beside a model serves it in any."""
     config = _without_circumstances(model.config.to_dict())
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     folder = Path(name)

@@ -17,8 +17,7 @@ class Features:
 
     captured [N, 3H]: inputs of three layers. last [N, H]: what the output layer reads; the
     target's logits follow from it. log_normalizer [N] float32: logsumexp of those logits.
-    best_token_ids [N]: their argmax. Both are 0 before the prompt's last token, where nothing
-    is drafted.
+    best_token_ids [N]: their argmax.
     """
 
     token_ids: torch.Tensor  # [N] int64
@@ -57,7 +56,7 @@ class Capturer:
         for index, (token_ids, num_prompt_tokens) in enumerate(rows):
             count = len(token_ids)
             kept = last[index, :count]
-            log_normalizer, best = self._summarize(kept, max(0, num_prompt_tokens - 1))
+            log_normalizer, best = self._summarize(kept)
             found.append(
                 Features(
                     padded[index, :count].clone(),
@@ -70,10 +69,10 @@ class Capturer:
             )
         return found
 
-    def _summarize(self, last: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _summarize(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         normalizers = torch.zeros(len(last), device=last.device)
         best = torch.zeros(len(last), dtype=torch.long, device=last.device)
-        for start in range(first, len(last), _LOGIT_CHUNK):
+        for start in range(0, len(last), _LOGIT_CHUNK):
             part = slice(start, min(start + _LOGIT_CHUNK, len(last)))
             logits = self._output_layer(last[part]).float()
             normalizers[part] = torch.logsumexp(logits, dim=-1)

@@ -23,7 +23,8 @@ class DataRecipe:
     """prompts: JSONL files; self_prompts: how many turns the target writes itself.
 
     sampled_share of the prompts are answered at `temperature`, the others greedily.
-    held_out_share of the conversations are never trained on.
+    held_out_share of the conversations are never trained on. No source gives more than
+    max_source_share of those that are.
     """
 
     prompts: tuple[str, ...] = ()
@@ -34,6 +35,7 @@ class DataRecipe:
     temperature: float = 0.7
     sampled_share: float = 0.5
     held_out_share: float = 0.04
+    max_source_share: float = 1.0
     num_rows: int = 32
     seed: int = 0
 
@@ -43,6 +45,7 @@ class DataRecipe:
             _require(getattr(self, name) >= 1, f"data.{name}", "must be at least 1")
         _require(0 <= self.sampled_share <= 1, "data.sampled_share", "must be in [0, 1]")
         _require(0 < self.held_out_share < 1, "data.held_out_share", "must be in (0, 1)")
+        _require(0 < self.max_source_share <= 1, "data.max_source_share", "must be in (0, 1]")
         _require(self.temperature > 0, "data.temperature", "must be positive")
 
 
@@ -75,7 +78,8 @@ class HeadRecipe:
 class DistillRecipe:
     """Distillation: `objective` for most steps, finish_objective for the last finish_share.
 
-    max_minutes ends the stage early; 0 is no limit.
+    has_prompt_anchors trains on the prompts' positions, too. max_minutes ends the stage early;
+    0 is no limit.
     """
 
     num_steps: int = 1500
@@ -86,6 +90,7 @@ class DistillRecipe:
     batch_tokens: int = 2048
     batches_per_step: int = 1
     evaluate_every: int = 150
+    has_prompt_anchors: bool = True
     max_minutes: float = 0.0
     seed: int = 0
 

@@ -8,6 +8,7 @@ RUN/variational, RUN/control-NAME                        (engine.training.variat
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,11 +79,20 @@ class Run:
         }
 
 
-def held_out(rows: Sequence[CachedRow], share: float) -> tuple[list[CachedRow], list[CachedRow]]:
-    """(trained on, held out), by key alone."""
-    kept = [row for row in rows if not is_held_out(row.key, share)]
+def held_out(
+    rows: Sequence[CachedRow], share: float, max_source_share: float = 1.0
+) -> tuple[list[CachedRow], list[CachedRow]]:
+    """(trained on, held out), by key alone; of a source that is too common, the first rows."""
     out = [row for row in rows if is_held_out(row.key, share)]
-    return kept, out[:_MAX_HELD_OUT_ROWS]
+    kept = [row for row in rows if not is_held_out(row.key, share)]
+    most = int(max_source_share * len(kept))
+    seen: Counter[str] = Counter()
+    balanced = []
+    for row in kept:
+        seen[row.source] += 1
+        if seen[row.source] <= most:
+            balanced.append(row)
+    return balanced, out[:_MAX_HELD_OUT_ROWS]
 
 
 def make_features(run: Run) -> None:
@@ -169,7 +179,8 @@ class Material:
 
     @cached_property
     def rows(self) -> tuple[list[CachedRow], list[CachedRow]]:
-        kept, out = held_out(self.cache.rows, self.run.recipe.data.held_out_share)
+        data = self.run.recipe.data
+        kept, out = held_out(self.cache.rows, data.held_out_share, data.max_source_share)
         if not kept or not out:
             raise TrainingError("data: too few conversations to train on some and hold out others")
         return kept, out
@@ -270,6 +281,7 @@ def distill(run: Run) -> Path:
         "num_draft_steps": run.recipe.head.num_draft_tokens,
         "num_drafts_served": run.recipe.head.num_draft_tokens,
         "evaluate_every": recipe.evaluate_every,
+        "has_prompt_anchors": recipe.has_prompt_anchors,
     }
     settings = TrainSettings(
         num_steps=recipe.num_steps - num_finish,

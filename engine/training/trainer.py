@@ -56,6 +56,7 @@ class TrainSettings:
     seed: int = 0
     evaluate_every: int = 200
     num_drafts_served: int = 4
+    has_prompt_anchors: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_tokens", "batches_per_step", "num_draft_steps"):
@@ -165,7 +166,10 @@ class Trainer:
         share = settings.batches_per_step // accelerator.num_processes
         for number in range(share):
             index = first + number * accelerator.num_processes + accelerator.process_index
-            batch = make_batch([self._cache.read(row) for row in self._order[index]])
+            batch = make_batch(
+                [self._cache.read(row) for row in self._order[index]],
+                has_prompt_anchors=settings.has_prompt_anchors,
+            )
             is_last = number == share - 1
             if is_last or accelerator.num_processes == 1:
                 (self._wrapped(batch) / share).backward()

@@ -5,8 +5,8 @@ t + k. It attends to the true prefix (keys of step 0 at positions up to t) and t
 earlier steps, which are the only keys that serving would have there. Tokens fed are the true
 ones: a draft at depth k matters only where all before it were right.
 
-Anchors are the positions from the prompt's last token on: what is drafted from there is
-output. Other positions give keys and values only.
+Anchors are the positions from the prompt's last token on, since what is drafted from there is
+output; on demand all positions. Others give keys and values only.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,18 @@ class Batch:
     token_ids: torch.Tensor  # [N]
 
 
-def make_batch(conversations: Sequence[Features]) -> Batch:
-    """Conversations need two output tokens at least; shorter ones have no anchor."""
+def make_batch(conversations: Sequence[Features], *, has_prompt_anchors: bool = False) -> Batch:
+    """Conversations need two output tokens at least; shorter ones have no anchor.
+
+    has_prompt_anchors adds the positions before: what the target would say there teaches too,
+    and costs no answer.
+    """
     num_rows = len(conversations)
     longest = max(c.num_tokens for c in conversations)
-    most_anchors = max(1, *(max(0, c.num_tokens - c.num_prompt_tokens) for c in conversations))
+    firsts = [0 if has_prompt_anchors else c.num_prompt_tokens - 1 for c in conversations]
+    most_anchors = max(
+        1, *(c.num_tokens - 1 - first for c, first in zip(conversations, firsts, strict=True))
+    )
     width = conversations[0].captured.shape[-1]
     next_token_ids = torch.zeros(num_rows, longest, dtype=torch.long)
     captured = torch.zeros(num_rows, longest, width, dtype=conversations[0].captured.dtype)
@@ -53,10 +60,10 @@ def make_batch(conversations: Sequence[Features]) -> Batch:
     teacher_rows = torch.zeros(num_rows, most_anchors, dtype=torch.long)
     offset = 0
     for index, conversation in enumerate(conversations):
-        count, prompt = conversation.num_tokens, conversation.num_prompt_tokens
+        count = conversation.num_tokens
         next_token_ids[index, : count - 1] = conversation.token_ids[1:]
         captured[index, :count] = conversation.captured
-        positions = torch.arange(prompt - 1, count - 1)
+        positions = torch.arange(firsts[index], count - 1)
         anchors[index, : len(positions)] = positions
         # Step k feeds token t + 1 + k and is taught by the target's view after it. After the
         # last token the target has nothing to say: it may be the end.
