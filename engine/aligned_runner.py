@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from engine.kv_storage import KVCacheShape
 from engine.layout.aligned import AlignedCache
+from engine.layout.grouping import share_forwards
 from engine.layout.plan import NO_PADDING, ForwardRow
 from engine.layout.rectangle import Rectangle
 from engine.suitability import cache_argument
@@ -24,8 +25,8 @@ from engine.suitability import cache_argument
 class AlignedRunner:
     """Runs one model over one AlignedCache.
 
-    Rows of up to max_shared_width tokens share a forward; a wider one, a chunk of a prompt, runs
-    alone, so that the others are not padded to its width.
+    Rows of up to max_shared_width tokens share a forward; wider ones, chunks of prompts, share one
+    with others of their width, so that little is computed for padding.
     """
 
     def __init__(
@@ -50,11 +51,9 @@ class AlignedRunner:
         Adds columns beyond the rows' lengths but changes no length; see AlignedCache. Raises
         ValueError for a row that does not start at its length: its positions would be wrong.
         """
-        shared = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._max_shared_width]
-        batches = [shared] if shared else []
-        batches += [[i] for i in range(len(rows)) if i not in set(shared)]
+        widths = [len(row.token_ids) for row in rows]
         logits: dict[int, torch.Tensor] = {}
-        for batch in batches:
+        for batch in share_forwards(widths, self._max_shared_width):
             found = self._forward([rows[index] for index in batch])
             logits.update(zip(batch, found, strict=True))
         return torch.cat([logits[index] for index in range(len(rows))])
@@ -76,9 +75,9 @@ class AlignedRunner:
         past = _plain_cache(rectangle)
         self.align_nanoseconds += time.perf_counter_ns() - started
         num_kept = width
-        if self._keeps_logits and len(rows) == 1:
-            num_kept = max(1, rows[0].num_logits)
-            arguments["logits_to_keep"] = num_kept
+        if self._keeps_logits:
+            wanted = [width - len(r.token_ids) + r.num_logits for r in rows if r.num_logits]
+            num_kept = arguments["logits_to_keep"] = max(wanted, default=1)
         output = self.model(use_cache=True, **{self._cache_name: past}, **arguments)
         keys, values = _contents(past, self.cache.shape, rectangle.num_columns + width)
         self.cache.grow(places, keys, values)
@@ -87,11 +86,13 @@ class AlignedRunner:
         self.num_row_tokens += len(rows) * width
         logits: torch.Tensor = output.logits[:, -num_kept:]  # [R, num_kept, V]
         dropped = width - num_kept
-        return [
-            logits[index, stop - row.num_logits - dropped : stop - dropped]
-            for index, row in enumerate(rows)
-            for stop in (len(row.token_ids),)
-        ]
+        found = []
+        for index, row in enumerate(rows):
+            stop = len(row.token_ids) - dropped
+            found.append(
+                logits[index, stop - row.num_logits : stop] if row.num_logits else logits[index, :0]
+            )
+        return found
 
     def _arguments(
         self, rows: Sequence[ForwardRow], rectangle: Rectangle, width: int

@@ -159,6 +159,10 @@ class KVCache:
     def length(self, row: int) -> int:
         return self._rows[row].length
 
+    def batch_of(self, row: int) -> int:
+        """All rows: whichever go into a forward together, nothing is moved."""
+        return 0
+
     # ---- addresses --------------------------------------------------------------------
 
     def slots(self, row: int, start: int, stop: int) -> list[int]:

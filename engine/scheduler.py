@@ -64,7 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_groups = 0
         self.num_uniform_groups = 0
-        self._group_rows = group_rows
+        self.group_rows = group_rows
         self._num_skipped: dict[str, int] = {}
         self._left_out: frozenset[str] = frozenset()
 
@@ -98,8 +98,8 @@ class Scheduler:
             for live in self.running.values()
             if not live.is_decoding
         )
-        if self._group_rows is not None:
-            decoding = self._choose_group(decoding, self._group_rows, expected_tokens)
+        if self.group_rows is not None:
+            decoding = self._choose_group(decoding, self.group_rows, expected_tokens)
         return decoding, min(catching_up, max(0, self.max_step_tokens - len(decoding)))
 
     def _choose_group(
@@ -114,8 +114,10 @@ class Scheduler:
                 live.num_computed_tokens,
                 expected_tokens(live),
                 self._num_skipped.get(live.request_id, 0),
+                self.cache.batch_of(live.row),
             )
             for live in decoding
+            if live.row is not None
         ]
         if not pool:
             return []

@@ -91,6 +91,11 @@ class AlignedCache:
     def length(self, row: int) -> int:
         return self._rows[row].place.length
 
+    def batch_of(self, row: int) -> int:
+        """Rows of the same rectangle have the same number."""
+        rectangle = self._rows[row].place.rectangle
+        return rectangle.version if rectangle is not None else -1
+
     # ---- rectangles -------------------------------------------------------------------
 
     def batch(self, rows: Sequence[int]) -> Rectangle:

@@ -1,22 +1,26 @@
-"""Which rows of a pool share the next forward: equal lengths need no realignment.
+"""Which rows share a forward. What is decided here never changes a token, only when a row runs.
 
-The policy of the grouped layout (EXSPEC), as one pure function. What it decides never changes a
-token, only when each row runs.
+`choose_group` is the policy of the grouped layout (EXSPEC): rows of a pool, by length and by what
+they promise. `share_forwards` splits the rows of a step by how many tokens each computes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_LEAST_FULL = 0.8
+
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
     """A row that could run. length counts its tokens in the cache, expected_tokens what its next
-    step should emit, num_skipped the groups it was left out of since it last ran."""
+    step should emit, num_skipped the groups it was left out of since it last ran. Rows of the same
+    batch lie together in memory: none is moved because another one joins or leaves."""
 
     request_id: str
     length: int
     expected_tokens: float
     num_skipped: int
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,38 @@ def _promise(rows: Sequence[PoolRow]) -> tuple[float, int]:
 
 
 def _nearest(chosen: Sequence[PoolRow], pool: Sequence[PoolRow], count: int) -> list[PoolRow]:
-    """The `count` other rows whose lengths are nearest to those of the first chosen one."""
+    """The `count` other rows that align best to the first chosen one: those that lie with it
+    already, then those of the nearest lengths."""
     taken = {row.request_id for row in chosen}
-    length = chosen[0].length
+    first = chosen[0]
     others = [row for row in pool if row.request_id not in taken]
-    others.sort(key=lambda row: (abs(row.length - length), -row.num_skipped))
+    others.sort(
+        key=lambda row: (
+            row.batch != first.batch,
+            abs(row.length - first.length),
+            -row.num_skipped,
+        )
+    )
     return others[:count]
+
+
+def share_forwards(widths: Sequence[int], max_shared_width: int) -> list[list[int]]:
+    """Indices of rows that share a rectangle of new tokens, padded to the widest of them.
+
+    Rows of up to max_shared_width tokens, which decode and verify, all share one. Wider ones,
+    chunks of prompts, share while at most a fifth of what is computed is padding.
+    """
+    narrow = [index for index, width in enumerate(widths) if width <= max_shared_width]
+    shared = [narrow] if narrow else []
+    wide = sorted(
+        (index for index, width in enumerate(widths) if width > max_shared_width),
+        key=lambda index: -widths[index],
+    )
+    current: list[int] = []
+    for index in wide:
+        members = [*current, index]
+        if sum(widths[i] for i in members) < _LEAST_FULL * widths[members[0]] * len(members):
+            shared.append(current)
+            members = [index]
+        current = members
+    return [*shared, current] if current else shared

@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout.grouping import Group, PoolRow, choose_group
+from engine.layout.grouping import Group, PoolRow, choose_group, share_forwards
 
 
 def pool_of(*rows: tuple[int, float, int]) -> list[PoolRow]:
@@ -51,6 +51,31 @@ def test_a_small_uniform_group_gives_way_to_a_full_one_around_the_longest_waitin
 def test_an_overdue_row_runs_whatever_the_others_promise() -> None:
     group = choose(pool_of((5, 9, 0), (5, 9, 0), (50, 1, 3), (52, 1, 0)))
     assert group.request_ids == ("r2", "r3")
+
+
+def test_rows_that_lie_together_stay_together_when_lengths_differ_anyway() -> None:
+    pool = [
+        PoolRow("a", 10, 2, 1, batch=1),
+        PoolRow("b", 11, 2, 0, batch=2),
+        PoolRow("c", 30, 2, 0, batch=1),
+    ]
+    assert choose(pool).request_ids == ("a", "c")
+
+
+def test_decoding_rows_share_a_forward_and_chunks_of_prompts_share_by_width() -> None:
+    assert share_forwards([1, 16, 5], 16) == [[0, 1, 2]]
+    assert share_forwards([100, 1, 96, 40, 38, 5], 16) == [[1, 5], [0, 2], [3, 4]]
+    assert share_forwards([17], 16) == [[0]]
+    assert share_forwards([], 16) == []
+
+
+@given(st.lists(st.integers(1, 300), max_size=20))
+def test_every_row_is_in_one_forward_and_wide_ones_are_mostly_full(widths: list[int]) -> None:
+    batches = share_forwards(widths, 16)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(widths)))
+    for batch in batches:
+        of_batch = [widths[index] for index in batch]
+        assert max(of_batch) <= 16 or sum(of_batch) >= 0.8 * max(of_batch) * len(batch)
 
 
 @given(
