@@ -55,6 +55,7 @@ class Committer:
             return None, None, row_stats
         live.count_verification(outcome.num_drafts, outcome.num_accepted, len(emitted))
         self._lengths.observe(live, outcome.num_drafts, outcome.num_accepted)
+        self._drafters.observe(live, proposal.drafter, outcome.num_drafts, outcome.num_accepted)
         live.last_token_at = time.monotonic()
         live.first_token_at = live.first_token_at or live.last_token_at
         if live.history is not None:

@@ -8,6 +8,7 @@ nanoseconds because cost is split by them without loss.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.request import FinishReason
 
@@ -30,6 +31,22 @@ class RowStepStats:
         return self.num_prefill_positions + self.num_decode_positions + self.num_draft_positions
 
 
+class DrafterEventKind(StrEnum):
+    FAILED = "failed"  # it raised or its values were not finite; it is left out for a while
+    RECOVERED = "recovered"  # the first proposals after a failure
+    FELL_SHORT = "fell_short"  # a request goes on with the next drafter of the list
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterEvent:
+    """What changed in who drafts. request_id is empty where it concerns all requests."""
+
+    drafter: str
+    kind: DrafterEventKind
+    request_id: str = ""
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """One engine step. Rows are those that computed at least one position.
@@ -50,6 +67,7 @@ class StepStats:
     num_free_blocks: int
     num_total_blocks: int
     num_preemptions: int
+    drafter_events: tuple[DrafterEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,13 @@ def draw(
     logits: torch.Tensor,  # [R, V]
     positions: Sequence[DraftPosition],
 ) -> tuple[list[int], list[torch.Tensor | None]]:
-    """A token per row, and the distribution [V] float32 it was drawn from where a rule asks."""
+    """A token per row, and the distribution [V] float32 it was drawn from where a rule asks.
+
+    Raises FloatingPointError if no row's logits are finite: then it is not a request's fault.
+    """
     sampling = [_row_sampling(position) for position in positions]
     by_rejection = [draws_by_rejection(position.live) for position in positions]
-    token_ids, _ = sampler.draw(
+    token_ids, is_sound = sampler.draw(
         logits,
         sampling,
         streams=[Stream.DRAFT if apart else Stream.TARGET for apart in by_rejection],
@@ -42,7 +45,10 @@ def draw(
         if apart:
             processed = sampler.process(logits[index : index + 1].clone(), [sampling[index]])
             probs[index] = torch.softmax(processed, dim=-1)[0]
-    return token_ids.tolist(), probs
+    drawn, sound = torch.stack([token_ids, is_sound.long()]).tolist()  # one copy from the device
+    if not any(sound):
+        raise FloatingPointError("the drafter's logits are not finite")
+    return drawn, probs
 
 
 def is_plain(position: DraftPosition) -> bool:
