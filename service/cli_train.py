@@ -1,10 +1,13 @@
 """`tandem train`: make a drafter for a target, stage by stage or all at once."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from service.models import ModelError, default_home, resolve_model
 
 if TYPE_CHECKING:
     from engine.training.recipe import Recipe
@@ -235,7 +238,8 @@ def _recipe(path: Path | None, target: str | None, changes: list[str]) -> "Recip
         pairs["target"] = json.dumps(target)
     if path is None and "data.prompts" not in pairs:
         pairs.setdefault("data.self_prompts", str(_DEFAULT_SELF_PROMPTS))
-    return load_recipe(path, pairs)
+    recipe = load_recipe(path, pairs)
+    return replace(recipe, target=resolve_model(recipe.target, default_home()))
 
 
 def _accelerator(threads: int | None) -> Any:
@@ -272,6 +276,6 @@ class _friendly:  # noqa: N801 - used as a statement
         if isinstance(error, StoppedError):
             typer.echo("stopped; run the same command again to go on", err=True)
             raise typer.Exit(EXIT_STOPPED) from error
-        if isinstance(error, TrainingError | ValueError):
+        if isinstance(error, TrainingError | ModelError | ValueError):
             typer.echo(f"tandem train: {error}", err=True)
             raise typer.Exit(2) from error
