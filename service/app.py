@@ -19,6 +19,8 @@ from service.admission import Admission, AdmissionLimits
 from service.audits import recorded
 from service.calls import OpenCalls
 from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
+from service.experiments.live import LiveExperiments, no_experiments
+from service.experiments.watch import ExperimentWatch
 from service.health import SERVICE_NAME, HealthMonitor
 from service.interceptors import Authenticator, CallInterceptor
 from service.live_requests import LiveRequests
@@ -52,6 +54,8 @@ class Parts:
     close_telemetry: Callable[[], None]
     authenticator: Authenticator
     reloads: Mapping[str, Callable[[Recording | None], None]] = field(default_factory=dict)
+    experiments: LiveExperiments = field(default_factory=no_experiments)
+    watch: ExperimentWatch | None = None
 
 
 class Server:
@@ -127,6 +131,7 @@ class Server:
         """Load and warm the engine, then serve. Raises what loading raises."""
         tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)
         info = await self._engine.start()
+        self._parts.experiments.open(info.drafters)
         self._recording = self._parts.open_recording(info)
         self._serving = Serving(
             info=info,
@@ -146,7 +151,10 @@ class Server:
                 finish_when_recorded=self._settings.finish_when_recorded,
             ),
             gate=self,
+            experiments=self._parts.experiments,
         )
+        if self._parts.watch is not None:
+            self._parts.watch.start()
         await self._health.update()
 
     def _admission(self) -> Admission:
@@ -172,6 +180,8 @@ class Server:
         """Refuse new requests, let live ones finish within the grace period, flush, end."""
         self._is_draining = True
         await self._health.close()
+        if self._parts.watch is not None:
+            await self._parts.watch.stop()
         # Said at once: a channel with a live stream takes its next requests elsewhere.
         goaway = asyncio.create_task(self._grpc.stop(grace_seconds))
         is_done = await self._open_calls.wait_for_none(grace_seconds)
@@ -212,7 +222,8 @@ class Server:
 
     def _record_audit(self, finding: "AuditFinding") -> None:
         if self._recording is not None:
-            self._recording.on_audit(recorded(finding))
+            variant = self._parts.experiments.variant_of(finding.request_id)
+            self._recording.on_audit(recorded(finding, variant))
 
     def _record_breaker(self, state: BreakerState) -> None:
         if self._recording is not None:

@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine.audit import AuditVerdict
+from engine.drafter.registry import RegistryError
 from engine.engine import Engine
 from engine.loader import load_tokenizer
 from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
 from service.app import Parts, Server
 from service.calls import CallTraceFilter
+from service.experiments.assembly import find_heads, open_experiments, open_watch
 from service.models import ModelError, resolve_model
 from service.recording import open_recording, open_telemetry, reload_prices
 from service.security import AccessFileError, ListedAccess, OpenAccess, SubjectFinder
@@ -45,7 +47,11 @@ def assemble(settings: ServiceSettings) -> Server:
         draft = None if settings.draft is None else resolve_model(settings.draft, home)
     except ModelError as error:
         raise SetUpError(str(error)) from error
-    config = settings.engine_config(target, draft)
+    try:
+        config = settings.engine_config(target, draft, find_heads(settings))
+    except RegistryError as error:
+        raise SetUpError(f"heads: {error}") from error
+    experiments = open_experiments(settings)
 
     def build_engine() -> Engine:
         engine = Engine.from_config(config)
@@ -72,7 +78,10 @@ def assemble(settings: ServiceSettings) -> Server:
             reloads={
                 "access": lambda _: authenticator.reload(),
                 "prices": lambda recording: reload_prices(settings, recording),
+                "experiment": lambda _: experiments.reload(),
             },
+            experiments=experiments,
+            watch=open_watch(settings, experiments),
         ),
         name,
     )

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
 
 
-def recorded(finding: "AuditFinding") -> RecordedFinding:
+def recorded(finding: "AuditFinding", variant: str = "") -> RecordedFinding:
     """The same finding, in the ledger's terms.
 
     The engine reports the largest margin of the mismatches, the ledger keeps the smallest: they
@@ -26,4 +26,5 @@ def recorded(finding: "AuditFinding") -> RecordedFinding:
         epsilon=finding.epsilon,
         audit_seconds=finding.audit_seconds,
         drafter=finding.drafter,
+        variant=variant,
     )

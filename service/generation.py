@@ -13,11 +13,13 @@ from service import errors
 from service.coalescing import TokenGroups, merge
 from service.durability import wait_until_durable
 from service.engine_thread import EngineGoneError
+from service.experiments.live import Assigned
 from service.intake import Admitted, admit
 from service.live_requests import Arrival, ArrivalQueue, ReaderTooSlowError
 from service.orders import Charge, Choice, Delta, Event, Finished, GenerationOrder, Started
 from service.output_text import OutputText
 from service.serving import Caller, Serving
+from telemetry import names
 from telemetry.recording import OpenRequest
 from telemetry.tracing import start_request_trace
 
@@ -35,7 +37,8 @@ async def generate(
 ) -> AsyncGenerator[Event]:
     """Started, deltas, Finished. Raises ServiceError or RequestError; closing it early frees
     the rows within one step."""
-    run = _Run(serving, order, caller, await admit(serving, order, caller))
+    assigned = serving.experiments.assign(order, caller.tenant, time.time())
+    run = _Run(serving, assigned, caller, await admit(serving, assigned.order, caller))
     try:
         await run.submit()
         yield run.started()
@@ -96,15 +99,13 @@ class _Run:
     """The state of one call while it streams."""
 
     def __init__(
-        self,
-        serving: Serving,
-        order: GenerationOrder,
-        caller: Caller,
-        admitted: Admitted,
+        self, serving: Serving, assigned: Assigned, caller: Caller, admitted: Admitted
     ) -> None:
         self.serving = serving
-        self.queue = ArrivalQueue(serving.limits.max_unread_messages * order.num_completions)
-        self._order = order
+        self.queue = ArrivalQueue(
+            serving.limits.max_unread_messages * assigned.order.num_completions
+        )
+        self._order, self._variant = assigned.order, assigned.variant
         self._caller = caller
         self._num_prompt_tokens = admitted.num_prompt_tokens
         self._ticket = admitted.ticket
@@ -122,9 +123,10 @@ class _Run:
         )
 
     def _begin(self, index: int, request: GenerationRequest) -> _Completion:
-        trace = start_request_trace(self._caller.call, self.serving.model_name)
+        attributes = {names.ATTR_VARIANT: self._variant} if self._variant else None
+        trace = start_request_trace(self._caller.call, self.serving.model_name, attributes)
         open_request = self.serving.recording.begin(
-            request, labels=dict(self._order.labels), variant="", trace=trace
+            request, labels=dict(self._order.labels), variant=self._variant, trace=trace
         )
         text = OutputText(self.serving.tokenizer, is_given=bool(request.stopping.stop_strings))
         size = self.serving.limits.coalesce_tokens
@@ -182,6 +184,7 @@ class _Run:
                 else ()
             ),
             resumed_text=resumed_text,
+            variant=self._variant,
         )
 
     @property

@@ -123,6 +123,7 @@ class Started:
     guarantee: str
     prompt_token_ids: tuple[int, ...] = ()
     resumed_text: str = ""
+    variant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             serving.model_name,
             has_chat_template=serving.encoder.has_chat_template,
             limits=self._limits(serving),
+            variants=serving.experiments.variants,
         )
 
     def _serving_for(self, model: str) -> Serving:

@@ -9,6 +9,7 @@ from engine.stats import ModelInfo
 from service import errors
 from service.admission import Admission, TenantQuota
 from service.engine_thread import EngineThread
+from service.experiments.live import LiveExperiments
 from service.live_requests import LiveRequests
 from service.prompts import PromptEncoder
 from telemetry.recording import Recording
@@ -55,6 +56,7 @@ class Serving:
     recording: Recording
     limits: GenerationLimits
     gate: Gate
+    experiments: LiveExperiments
 
     def check_model(self, model: str) -> None:
         """Raises NOT_FOUND for a model other than the loaded one; "" is the loaded one."""

@@ -59,6 +59,7 @@ def write_started(event: orders.Started) -> pb.Started:
         guarantee=_GUARANTEES.get(event.guarantee, pb.GUARANTEE_UNSPECIFIED),
         prompt_token_ids=event.prompt_token_ids,
         resumed_text=event.resumed_text,
+        variant=event.variant,
     )
 
 
@@ -131,7 +132,12 @@ def write_duration(seconds: float) -> Duration:
 
 
 def write_model(
-    info: ModelInfo, name: str, *, has_chat_template: bool, limits: pb.Limits
+    info: ModelInfo,
+    name: str,
+    *,
+    has_chat_template: bool,
+    limits: pb.Limits,
+    variants: Iterable[str] = (),
 ) -> pb.GetModelResponse:
     return pb.GetModelResponse(
         name=name,
@@ -147,6 +153,7 @@ def write_model(
         eos_token_ids=info.eos_token_ids,
         has_chat_template=has_chat_template,
         limits=limits,
+        variants=variants,
     )
 
 

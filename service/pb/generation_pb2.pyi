@@ -801,6 +801,7 @@ class Started(_message.Message):
     GUARANTEE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESUMED_TEXT_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_prompt_tokens: _builtins.int
@@ -813,6 +814,10 @@ class Started(_message.Message):
     resumed_text: _builtins.str
     """The certain text of GenerateRequest.resume_token_ids. It replaces the text that the broken
     stream has brought; the text of the deltas goes on after it.
+    """
+    variant: _builtins.str
+    """The variant of the experiment that the request takes part in; empty outside of any. It
+    decides who drafts, and never what the tokens are.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -829,10 +834,11 @@ class Started(_message.Message):
         guarantee: Global___Guarantee.ValueType = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         resumed_text: _builtins.str = ...,
+        variant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_text", b"resumed_text", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_text", b"resumed_text", "seed", b"seed", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

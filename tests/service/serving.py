@@ -7,6 +7,7 @@ from typing import Any
 from grpc import aio
 
 from service.app import Parts, Server
+from service.experiments.live import LiveExperiments, no_experiments
 from service.interceptors import Authenticator
 from service.pb import generation_pb2_grpc as pb_grpc
 from service.security import OpenAccess
@@ -43,6 +44,7 @@ async def running_server(
     recording: Recording | None = None,
     build_engine: Callable[[], Any] | None = None,
     authenticator: Authenticator | None = None,
+    experiments: LiveExperiments | None = None,
     load: bool = True,
     grace_seconds: float = 0.0,
     **settings: Any,
@@ -57,6 +59,7 @@ async def running_server(
         open_recording=lambda info: recording,
         close_telemetry=lambda: None,
         authenticator=authenticator or OpenAccess(),
+        experiments=experiments or no_experiments(),
     )
     server = Server(configured, parts, MODEL_NAME)
     await server.listen()

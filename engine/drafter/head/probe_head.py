@@ -150,9 +150,7 @@ def _acceptance_length(head: Eagle3Head, texts: Sequence[_Captured], num_drafts:
     accepted = positions = 0
     for text in texts:
         states = torch.cat([text.states[layer] for layer in head.config.captured_layers], dim=-1)
-        drafts = draft_everywhere(
-            head, text.next_token_ids, states[:-1].to(head.dtype), num_drafts
-        )
+        drafts = draft_everywhere(head, text.next_token_ids, states[:-1].to(head.dtype), num_drafts)
         running = torch.ones(len(text.next_token_ids), dtype=torch.bool, device=drafts.device)
         count = 0
         for step in range(num_drafts):

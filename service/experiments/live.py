@@ -1,0 +1,150 @@
+"""The experiment that a server runs: read, assigned by, rolled back, read again on SIGHUP."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.request import SpeculationMode
+from service.experiments.assignment import assign
+from service.experiments.records import RollbackRecord, RollbackStore
+from service.experiments.specification import Experiment, ExperimentError, read_experiment
+from service.orders import GenerationOrder
+
+_log = logging.getLogger(__name__)
+_MAX_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """An order as it will be run. variant is "" outside of any experiment."""
+
+    order: GenerationOrder
+    variant: str = ""
+
+
+class LiveExperiments:
+    """At most one experiment at a time. Used on the event loop alone.
+
+    path: the experiment's file, None where no experiment shall ever run; a file that is not
+    there is no experiment either, so that removing it ends one.
+    """
+
+    def __init__(self, path: Path | None, store: RollbackStore, max_draft_tokens: int) -> None:
+        self._path = path
+        self._store = store
+        self._max_draft_tokens = max_draft_tokens
+        self._drafters: frozenset[str] | None = None
+        self._read: Experiment | None = None
+        self._running: Experiment | None = None
+        self._variants: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def running(self) -> Experiment | None:
+        """As it is assigned by: without what was rolled back."""
+        return self._running
+
+    @property
+    def as_read(self) -> Experiment | None:
+        return self._read
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        if self._running is None:
+            return ()
+        return tuple(v.name for v in self._running.variants if v.weight > 0)
+
+    def open(self, drafters: Sequence[str]) -> None:
+        """Once the engine's drafters are known. Raises ExperimentError or OSError."""
+        self._drafters = frozenset(drafters)
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the file again. Raises ExperimentError or OSError and changes nothing then."""
+        if self._path is None or self._drafters is None:
+            return
+        if not self._path.exists():
+            self._read = self._running = None
+            return
+        found = read_experiment(self._path)
+        self._check(found, self._drafters)
+        self._read = found
+        self._running = self._without_rolled_back(found)
+
+    def assign(self, order: GenerationOrder, tenant: str, now: float) -> Assigned:
+        """now: Unix seconds. A client that chooses its drafter, or none, is in no experiment."""
+        experiment, wanted = self._running, order.speculation
+        if experiment is None or wanted.drafter is not None or wanted.mode is SpeculationMode.OFF:
+            return Assigned(order)
+        unit = tenant if experiment.unit == "tenant" and tenant else order.request_id
+        variant = experiment.control
+        slots = experiment.slots
+        if slots is None or slots.has_candidate(slots.index_of(now)):
+            name = assign(experiment.hash_key, unit, experiment.weights)
+            variant = next(v for v in experiment.variants if v.name == name)
+        if not variant.drafters:
+            speculation = replace(wanted, mode=SpeculationMode.OFF)
+        else:
+            limits = (wanted.max_draft_tokens, variant.max_draft_tokens)
+            known = [limit for limit in limits if limit is not None]
+            speculation = replace(
+                wanted,
+                drafters=variant.drafters,
+                max_draft_tokens=min(known) if known else None,
+            )
+        self._remember(order.request_id, variant.name)
+        return Assigned(replace(order, speculation=speculation), variant.name)
+
+    def variant_of(self, request_id: str) -> str:
+        """Of a request that was assigned not too long ago, its further completions included."""
+        return self._variants.get(request_id.partition("#")[0], "")
+
+    def roll_back(self, record: RollbackRecord) -> None:
+        """Give the candidate's share to the control, now and after a restart."""
+        self._store.add(record)
+        if self._read is not None:
+            self._running = self._without_rolled_back(self._read)
+        _log.error(
+            "experiment %s: candidate %s is rolled back: %s",
+            record.experiment, record.variant, record.rule,
+        )  # fmt: skip
+
+    def _without_rolled_back(self, experiment: Experiment) -> Experiment:
+        return experiment.without(self._store.rolled_back(experiment))
+
+    def _check(self, found: Experiment, drafters: frozenset[str]) -> None:
+        for variant in found.variants:
+            for name in variant.drafters:
+                if name not in drafters:
+                    raise ExperimentError(
+                        f"variant {variant.name}.drafters: unknown drafter {name!r}; this server "
+                        f"has {sorted(drafters)}"
+                    )
+            limit = variant.max_draft_tokens
+            if limit is not None and limit > self._max_draft_tokens:
+                raise ExperimentError(
+                    f"variant {variant.name}.max_draft_tokens: {limit} is more than the server's "
+                    f"{self._max_draft_tokens}"
+                )
+        before = self._read
+        if (
+            before is not None
+            and (before.name, before.started_at) == (found.name, found.started_at)
+            and (before.variants, before.unit, before.key, before.slots)
+            != (found.variants, found.unit, found.key, found.slots)
+        ):
+            raise ExperimentError(
+                "started_at: must be moved when variants, weights, unit, key or slots change; "
+                "what was observed before is no evidence of what runs then"
+            )
+
+    def _remember(self, request_id: str, variant: str) -> None:
+        self._variants[request_id] = variant
+        if len(self._variants) > _MAX_REMEMBERED:
+            self._variants.popitem(last=False)
+
+
+def no_experiments() -> LiveExperiments:
+    """Every order as it is."""
+    return LiveExperiments(None, RollbackStore(Path()), 0)
