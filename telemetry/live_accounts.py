@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from engine.stats import StepStats
+from telemetry import names
 from telemetry.accounting import Accounting
 from telemetry.clock import AnchoredClock
 from telemetry.ledger.records import CapacityRecord, PriceRecord, RequestCost
@@ -69,9 +70,13 @@ class LiveAccounts:
     def add_event(self, name: str, attributes: Mapping[str, str]) -> None:
         """Note something on the traces of all open requests."""
         with self._lock:
-            for request in self._open.values():
-                if request.trace is not None:
-                    request.trace.add_event(name, attributes)
+            self._add_event(name, attributes, "")
+
+    def _add_event(self, name: str, attributes: Mapping[str, str], request_id: str) -> None:
+        """On the traces of one request, or of all with an empty id."""
+        for request in self._open.values():
+            if request.trace is not None and request_id in ("", request.request_id):
+                request.trace.add_event(name, attributes)
 
     def on_step(self, stats: StepStats) -> None:
         """Queue a step; costs its caller nothing."""
@@ -141,6 +146,12 @@ class LiveAccounts:
             self._accounting.on_step(last)
             with never_failing("metrics of a step"):
                 self._metrics.on_step(last)
+                for event in last.drafter_events:
+                    attributes = {
+                        names.ATTR_DRAFTER: event.drafter,
+                        names.ATTR_DRAFTER_EVENT: str(event.kind),
+                    }
+                    self._add_event(names.EVENT_FALL_BACK, attributes, event.request_id)
                 if self._step_span_every and last.step_index % self._step_span_every == 0:
                     self._write_step_span(last)
         if last is not None:

@@ -61,6 +61,10 @@ class Metrics:
             if nanoseconds:
                 self._add(names.STEP_PHASE_TIME, nanoseconds / 1e9, {names.ATTR_PHASE: phase})
         self._on_decisions(stats)
+        for event in stats.drafter_events:
+            drafter = self._bound(names.ATTR_DRAFTER, event.drafter)
+            kind = {names.ATTR_DRAFTER: drafter, names.ATTR_DRAFTER_EVENT: str(event.kind)}
+            self._add(names.DRAFTER_EVENTS, 1, kind)
         for row in _sampled(stats):
             self._record(names.DRAFT_LENGTH, row.num_draft_positions)
             if row.num_emitted_tokens:

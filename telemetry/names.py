@@ -47,6 +47,7 @@ ATTR_GEN_AI_TOKEN_TYPE = "gen_ai.token.type"
 
 ATTR_DRAFTER = "tandem.speculation.drafter"
 ATTR_VARIANT = "tandem.variant"
+ATTR_DRAFTER_EVENT = "tandem.speculation.drafter_event"
 ATTR_DECISION = "tandem.speculation.decision"
 ATTR_BREAKER_STATE = "tandem.speculation.breaker_state"
 ATTR_POSITION = "tandem.speculation.position"
@@ -187,6 +188,11 @@ DECISIONS = MetricSpec(
     "tandem.speculation.decisions", Instrument.COUNTER, "{row}",
     "Decoding rows of all steps by what the controller chose: draft, plain.", (ATTR_DECISION,),
 )  # fmt: skip
+DRAFTER_EVENTS = MetricSpec(
+    "tandem.speculation.drafter_events", Instrument.COUNTER, "{event}",
+    "Drafters that failed, recovered, or fell short so that another one goes on.",
+    (ATTR_DRAFTER, ATTR_DRAFTER_EVENT), (), 256,
+)  # fmt: skip
 BREAKER_CHANGES = MetricSpec(
     "tandem.speculation.breaker_changes", Instrument.COUNTER, "{change}",
     "Changes of the breaker that divergences trip, by the new state.", (ATTR_BREAKER_STATE,),
@@ -265,8 +271,8 @@ METRICS: tuple[MetricSpec, ...] = (
     TTFT, TPOT, REQUEST_DURATION, CALL_DURATION, QUEUE_TIME, STEP_LATENCY, TOKENS_PER_STEP,
     STEP_DURATION, STEP_PHASE_TIME, TOKENS, REQUESTS, REJECTS, DRAFTS, DRAFTED, ACCEPTED,
     EMITTED_ACCEPTED, DRAFTED_BY_POSITION, ACCEPTED_BY_POSITION, DRAFT_LENGTH, DECISIONS,
-    BREAKER_CHANGES, BREAKER_OPEN, GOODPUT, ROWS, QUEUE_DEPTH, BLOCKS, PREFIX_LOOKUPS,
-    PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
+    DRAFTER_EVENTS, BREAKER_CHANGES, BREAKER_OPEN, GOODPUT, ROWS, QUEUE_DEPTH, BLOCKS,
+    PREFIX_LOOKUPS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
     LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
 )  # fmt: skip
 

@@ -111,6 +111,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             _by(names.DECISIONS, names.ATTR_DECISION, "Rows that draft, and that do not", "short"),
+            _by(names.DRAFTER_EVENTS, names.ATTR_DRAFTER_EVENT, "Fall-backs of drafters", "short"),
             _by(names.AUDITS, names.ATTR_VERDICT, "Audit verdicts", "reqps"),
             Panel(
                 "Breaker of speculation",

@@ -22,6 +22,7 @@ NOT_IN_THIS_RUN = {
     names.EXPORT_FAILURES.name,
     names.PREEMPTIONS.name,
     names.BREAKER_CHANGES.name,
+    names.DRAFTER_EVENTS.name,
     names.ENERGY.name,
     names.ENERGY_SOURCE_UP.name,
 }

@@ -1,5 +1,6 @@
 """Metrics: what a run emits is what names.py declares, and nothing else; series are bounded."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from engine.stats import DrafterEvent, DrafterEventKind
 from telemetry import names
 from telemetry.energy import EnergyMeter
 from telemetry.latency import summarise_latency
@@ -24,6 +26,7 @@ RECORDED_ELSEWHERE = {
     names.EXPORT_FAILURES.name,  # only when a collector fails
     names.PREEMPTIONS.name,
     names.BREAKER_CHANGES.name,
+    names.DRAFTER_EVENTS.name,
     names.ENERGY.name,
     names.ENERGY_SOURCE_UP.name,  # only with a counter
 }
@@ -137,6 +140,40 @@ def test_the_breaker_shows_in_metrics_and_on_the_traces_of_open_requests(tmp_pat
         (span,) = [s for s in rig.spans.get_finished_spans() if s.name == "text_completion tiny"]
     states = [e.attributes[names.ATTR_BREAKER_STATE] for e in span.events if e.name == "breaker"]
     assert states == ["open", "half_open"]
+
+
+def test_a_drafter_that_falls_short_shows_on_its_requests_alone(tmp_path: Path) -> None:
+    events = (
+        DrafterEvent("head", DrafterEventKind.FELL_SHORT, "a"),
+        DrafterEvent("head", DrafterEventKind.FAILED, reason="it raised"),
+    )
+    with recording_rig(tmp_path) as rig:
+        tracer = rig.telemetry.tracer
+        requests = []
+        for name in ("a", "b"):
+            call = start_call_span("tandem.v1.GenerationService/Generate", {}, tracer)
+            requests.append(rig.begin(name, trace=start_request_trace(call, name, tracer=tracer)))
+        stats = step(time.monotonic_ns(), 1, row("a"), row("b"))
+        rig.recorder.on_step(replace(stats, drafter_events=events))
+        for request in requests:
+            rig.finish(request)
+        counted = rig.metrics()[names.DRAFTER_EVENTS.name].data.data_points
+        rig.telemetry.tracer_provider.force_flush()
+        spans = rig.spans.get_finished_spans()
+    kinds = {
+        span.name[-1]: [
+            event.attributes[names.ATTR_DRAFTER_EVENT]
+            for event in span.events
+            if event.name == names.EVENT_FALL_BACK
+        ]
+        for span in spans
+        if span.name.startswith("text_completion")
+    }
+    assert kinds == {"a": ["fell_short", "failed"], "b": ["failed"]}
+    assert {p.attributes[names.ATTR_DRAFTER_EVENT]: p.value for p in counted} == {
+        "fell_short": 1,
+        "failed": 1,
+    }
 
 
 def test_large_batches_are_sampled_and_every_row_has_its_turn() -> None:
