@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import grpc
+import psutil
 import pytest
 from google.protobuf.message import DecodeError
 from grpc import aio
@@ -136,22 +139,56 @@ async def _drain(call: object) -> None:
         pass
 
 
-async def test_idle_connections_and_garbage_do_not_disturb() -> None:
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_EMPTY_SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+_GREETINGS = (  # a connection that is ready and idle, two that never get there, three wrong ones
+    _PREFACE + _EMPTY_SETTINGS,
+    _PREFACE[:10],
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    bytes(range(256)),
+    _PREFACE + b"\xff" * 64,
+)
+
+
+@pytest.fixture
+def many_files() -> Iterator[int]:
+    """Lets this process open thousands of sockets; how many connections to make."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield min(1000, (wanted - 200) // 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_thousand_idle_connections_cost_little_and_disturb_nobody(many_files: int) -> None:
+    process = psutil.Process()
     async with running_server() as running:
-        port = running.server.port
-        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
-        for index, connection in enumerate(idle[:50]):
-            connection.sendall(os.urandom(100) if index % 2 else b"GET / HTTP/1.1\r\n\r\n")
         await assert_neighbours_are_served(running)
+        before, num_files = process.memory_info().rss, process.num_fds()
+        reader = asyncio.ensure_future(assert_neighbours_are_served(running))
+        idle = []
+        for index in range(many_files):
+            connection = socket.create_connection(("127.0.0.1", running.server.port))
+            connection.sendall(_GREETINGS[index % len(_GREETINGS)])
+            idle.append(connection)
+            if index % 50 == 0:
+                await asyncio.sleep(0)
+        await reader
+        await assert_neighbours_are_served(running)
+        grown = process.memory_info().rss - before
         for connection in idle:
             connection.close()
+        await wait_until(lambda: process.num_fds() <= num_files + 20, 20)
         await assert_neighbours_are_served(running)
+    assert many_files == 1000 or resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2200
+    assert grown < 100e6, f"{grown / many_files:.0f} bytes a connection"
 
 
 async def test_ping_floods_cost_the_flooder_its_connection_only() -> None:
     async with running_server() as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.server.port)
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0")
+        writer.write(_PREFACE + _EMPTY_SETTINGS)
         ping = b"\0\0\x08\x06\0\0\0\0\0" + b"pingping"
         try:
             for _ in range(200):
