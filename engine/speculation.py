@@ -56,6 +56,17 @@ class DraftLengths:
         self._all_rows = AcceptanceEstimate(fade=0.995)
         self._is_drafting = True
         self._probe_seconds = 0.0  # that may be spent on probes
+        self._min_reach = 0.0
+
+    @property
+    def costs(self) -> StepCosts:
+        return self._costs
+
+    def min_reach(self, live: LiveRequest) -> float:
+        """Below this probability of being accepted, verifying a further draft of this request
+        costs more time in the coming step than it saves; 0 where drafting is not ours to judge."""
+        is_auto = live.request.speculation.mode is SpeculationMode.AUTO
+        return self._min_reach if is_auto else 0.0
 
     def choose(self, rows: Sequence[LiveRequest], num_other_tokens: int = 0) -> dict[str, int]:
         """K for the next step by request id; num_other_tokens share the forward."""
@@ -97,10 +108,23 @@ class DraftLengths:
         needed = _GAIN_TO_STAY if self._is_drafting else _GAIN_TO_START
         self._is_drafting = plan.gain > needed
         drafts = plan.num_drafts if self._is_drafting else dict.fromkeys(outlooks, 0)
+        self._min_reach = self._price_of_a_draft(drafts, plan.gain, num_other_tokens)
         idle = [request_id for request_id, count in drafts.items() if count == 0]
         if idle and self._may_probe(drafts, idle, num_other_tokens):
             drafts.update(dict.fromkeys(idle, 1))
         return drafts
+
+    def _price_of_a_draft(
+        self, drafts: dict[str, int], gain: float, num_other_tokens: int
+    ) -> float:
+        """Tokens that the step's goodput emits in the time that one more draft takes to verify."""
+        num_drafts = sum(drafts.values())
+        if not num_drafts:
+            return 0.0
+        num_tokens = len(drafts) + num_other_tokens
+        plain_seconds = self._costs.target.forward_seconds(num_tokens)
+        seconds = self._costs.target.forward_seconds(num_tokens + num_drafts) - plain_seconds
+        return gain * len(drafts) / plain_seconds * seconds / num_drafts
 
     def _may_probe(self, drafts: dict[str, int], idle: list[str], num_other_tokens: int) -> bool:
         """Whether enough time has passed for a step that also drafts one token per idle row."""
