@@ -20,6 +20,7 @@ from engine.drafter.chain import DrafterChain
 from engine.drafter.draft_model import DraftModelDrafter
 from engine.drafter.head.assembly import MadeHead, load_heads, make_head_drafter
 from engine.drafter.prompt_lookup import PromptLookupDrafter
+from engine.drafter.suffix import SuffixDrafter
 from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVCache
@@ -252,6 +253,8 @@ def _make_drafters(
                     max_ngram=speculation.lookup_max_ngram,
                 )
             )
+        elif name == "suffix":
+            drafters.append(SuffixDrafter(min_match=speculation.lookup_min_ngram))
         elif name == "draft_model":
             drafters.append(
                 DraftModelDrafter(runners[1], sampler, max_step_tokens=config.max_step_tokens)

@@ -30,12 +30,13 @@ class SpeculationConfig:
     """How tokens are drafted.
 
     drafters: names in the order of preference; the first that has a proposal for a row
-      wins. "prompt_lookup", "head", "draft_model".
+      wins. "prompt_lookup", "suffix", "head", "draft_model".
     draft_model: folder or hub id of the draft model; needed by "draft_model".
     head: folder of the head; needed by "head". more_heads are loaded beside it and draft only
       for requests that name them.
     max_draft_tokens: K, the most tokens drafted per row and step.
-    lookup_max_ngram, lookup_min_ngram: lengths of the suffix that prompt lookup matches.
+    lookup_max_ngram, lookup_min_ngram: lengths of the suffix that prompt lookup matches; "suffix"
+      matches any length from lookup_min_ngram on.
     """
 
     drafters: tuple[str, ...] = ("prompt_lookup",)
@@ -47,7 +48,7 @@ class SpeculationConfig:
     lookup_min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        known = ("prompt_lookup", "head", "draft_model")
+        known = ("prompt_lookup", "suffix", "head", "draft_model")
         for name in self.drafters:
             _require(name in known, "speculation.drafters", f"unknown drafter {name!r}; {known}")
         _require(
