@@ -55,8 +55,9 @@ class AuditJob:
 class AuditFinding:
     """The verdict. Indices count output tokens; margins are differences of scores, in logits.
 
-    largest_margin and expected_token_id are of the mismatch with the largest margin and of the
-    first one; None where no token differed.
+    expected_token_id and first_margin are of the first mismatch, the other margins of whichever
+    has the smallest and the largest; None where no token differed. job is what it takes to decode
+    a divergence again, prompt and output included; None for every other verdict.
     """
 
     request_id: str
@@ -65,10 +66,13 @@ class AuditFinding:
     num_mismatched_tokens: int
     first_mismatch_index: int | None
     expected_token_id: int | None
+    first_margin: float | None
+    smallest_margin: float | None
     largest_margin: float | None
     epsilon: float
     audit_seconds: float
     drafter: str
+    job: AuditJob | None = None
 
 
 class AuditQueue:
@@ -130,10 +134,11 @@ class Auditor:
         epsilon = self.epsilon
         own = self._runner.logits_by_own_attention(token_ids[:-1], first)
         mismatches = self._mismatches(job, own)
+        margins = [margin for _, _, margin in mismatches]
         verdict = AuditVerdict.EXACT
         if mismatches:
             verdict = AuditVerdict.DIVERGENCE
-            is_close = all(margin < epsilon for _, _, margin in mismatches)
+            is_close = max(margins) < epsilon
             if is_close and self._is_explained(job, token_ids, first):
                 verdict = AuditVerdict.NUMERIC_TIE
         return AuditFinding(
@@ -143,10 +148,13 @@ class Auditor:
             num_mismatched_tokens=len(mismatches),
             first_mismatch_index=mismatches[0][0] if mismatches else None,
             expected_token_id=mismatches[0][1] if mismatches else None,
-            largest_margin=max((margin for _, _, margin in mismatches), default=None),
+            first_margin=margins[0] if margins else None,
+            smallest_margin=min(margins, default=None),
+            largest_margin=max(margins, default=None),
             epsilon=epsilon,
             audit_seconds=time.perf_counter() - started,
             drafter=job.drafter,
+            job=job if verdict is AuditVerdict.DIVERGENCE else None,
         )
 
     def _is_explained(self, job: AuditJob, token_ids: Sequence[int], first: int) -> bool:

@@ -137,6 +137,7 @@ class Engine:
         stats = self._step_stats(
             started_at, started, proposed, verification, align_nanoseconds, rows
         )
+        self._lengths.observe_step(stats)
         return StepOutput(tuple(deltas), tuple(finished), stats)
 
     def audit_next(self) -> AuditFinding | None:
@@ -153,7 +154,7 @@ class Engine:
                 "request %s diverged from the target at output token %s by %s (limit %s)",
                 finding.request_id,
                 finding.first_mismatch_index,
-                finding.largest_margin,
+                finding.first_margin,
                 finding.epsilon,
             )
         if job.drafter:
@@ -165,6 +166,10 @@ class Engine:
     def target_costs(self) -> CostTable:
         """What a forward of the target costs, as measured at start."""
         return self._parts.lengths.costs.target
+
+    def audit(self, job: AuditJob) -> AuditFinding:
+        """Audit this request now, whatever waits; the breaker does not learn from it."""
+        return self._parts.auditor.audit(job)
 
     @property
     def num_audits_waiting(self) -> int:

@@ -10,19 +10,14 @@ if TYPE_CHECKING:  # it would load torch
 
 
 def recorded(finding: "AuditFinding", variant: str = "") -> RecordedFinding:
-    """The same finding, in the ledger's terms.
-
-    The engine reports the largest margin of the mismatches, the ledger keeps the smallest: they
-    are the same where one token differs, and not known otherwise.
-    """
-    is_one = finding.num_mismatched_tokens == 1
+    """The same finding, in the ledger's terms."""
     return RecordedFinding(
         request_id=finding.request_id,
         verdict=Verdict(finding.verdict.value),
         num_checked_tokens=finding.num_checked_tokens,
         num_mismatched_tokens=finding.num_mismatched_tokens,
         first_mismatch_index=finding.first_mismatch_index,
-        smallest_margin=finding.largest_margin if is_one else None,
+        smallest_margin=finding.smallest_margin,
         epsilon=finding.epsilon,
         audit_seconds=finding.audit_seconds,
         drafter=finding.drafter,
