@@ -16,6 +16,8 @@ _COMMANDS = {  # name -> module and its typer app, or function
     "report": ("service.cli_report", "report"),
     "powerbi": ("service.cli_powerbi", "app"),
     "ledger": ("service.cli_ledger", "app"),
+    "drafter": ("service.cli_drafter", "app"),
+    "experiment": ("service.cli_experiment", "app"),
     "train": ("service.cli_train", "app"),
 }
 
