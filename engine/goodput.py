@@ -25,12 +25,15 @@ class RowOutlook:
 class StepCosts:
     """target: a verification. drafter: one drafting forward, by rows; None if it is free.
 
-    row_seconds is what proposing costs per row, whatever its length.
+    row_seconds is what proposing costs per row, whatever its length. draft_token_seconds is
+    what verifying a draft was seen to cost beyond the target's table, which knows the number
+    of tokens and neither the length of contexts nor how unequal the rows are.
     """
 
     target: CostTable
     drafter: CostTable | None = None
     row_seconds: float = 0.0
+    draft_token_seconds: float = 0.0
 
     def step_seconds(
         self, num_tokens: int, num_drafting_rows: int, num_draft_forwards: int
@@ -70,7 +73,8 @@ def plan_drafts(
     )
     num_tokens = len(rows) + num_other_tokens
     verify_seconds = [
-        costs.target.forward_seconds(num_tokens + count) for count in range(len(marginal) + 1)
+        costs.target.forward_seconds(num_tokens + count) + count * costs.draft_token_seconds
+        for count in range(len(marginal) + 1)
     ]
     plain = len(rows) / costs.step_seconds(num_tokens, 0, 0)
     best, best_count, best_depth = plain, 0, 0

@@ -12,11 +12,12 @@ single draft, all idle rows in the same step, and never for more than a small sh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.goodput import RowOutlook, StepCosts, plan_drafts
 from engine.live_request import LiveRequest
 from engine.request import SpeculationMode
+from engine.stats import StepStats
 
 _PRIOR_ALPHA = 0.6  # before anything was drafted
 _GAIN_TO_START = 1.02
@@ -42,6 +43,36 @@ class AcceptanceEstimate:
         return (self.num_accepted + prior * prior_weight) / weight
 
 
+@dataclass(slots=True)
+class CostFeedback:
+    """What steps really cost, beside what the tables say; both averages fade.
+
+    plain_factor: time over predicted time of steps without drafts. draft_token_seconds: what a
+    draft costs beyond its prediction, in the table's seconds.
+    """
+
+    fade: float = 0.9
+    plain_factor: float = 1.0
+    draft_token_seconds: float = 0.0
+    num_plain: int = 0
+    num_drafting: int = 0
+
+    def observe_plain(self, seconds: float, predicted: float) -> None:
+        factor = seconds / predicted
+        fade = self.fade if self.num_plain else 0.0
+        self.num_plain += 1
+        self.plain_factor = fade * self.plain_factor + (1 - fade) * factor
+
+    def observe_drafting(self, seconds: float, predicted: float, num_drafts: int) -> None:
+        """predicted: by the tables alone. Without a plain step to compare with nothing is known."""
+        if not self.num_plain:
+            return
+        extra = (seconds / self.plain_factor - predicted) / num_drafts
+        fade = self.fade if self.num_drafting else 0.0
+        self.num_drafting += 1
+        self.draft_token_seconds = max(0.0, fade * self.draft_token_seconds + (1 - fade) * extra)
+
+
 _ROW_PRIOR_WEIGHT = 4.0
 _ALL_ROWS_PRIOR_WEIGHT = 4.0
 
@@ -51,7 +82,8 @@ class DraftLengths:
 
     def __init__(self, max_draft_tokens: int, costs: StepCosts) -> None:
         self.max_draft_tokens = max_draft_tokens
-        self._costs = costs
+        self._tables = costs
+        self._feedback = CostFeedback()
         self._estimates: dict[str, AcceptanceEstimate] = {}
         self._all_rows = AcceptanceEstimate(fade=0.995)
         self._is_drafting = True
@@ -60,7 +92,23 @@ class DraftLengths:
 
     @property
     def costs(self) -> StepCosts:
-        return self._costs
+        """The tables, corrected by what steps were seen to cost."""
+        return replace(self._tables, draft_token_seconds=self._feedback.draft_token_seconds)
+
+    def observe_step(self, step: StepStats) -> None:
+        """Learn from what a step of decoding rows alone took."""
+        if not step.rows or any(row.num_prefill_positions for row in step.rows):
+            return
+        num_drafts = sum(row.num_draft_positions for row in step.rows)
+        num_tokens = len(step.rows) + num_drafts
+        seconds = step.duration_nanoseconds / 1e9
+        deepest = max(row.num_draft_positions for row in step.rows)
+        num_drafting = sum(row.num_drafter_positions > 0 for row in step.rows)
+        predicted = self._tables.step_seconds(num_tokens, num_drafting, deepest)
+        if num_drafts:
+            self._feedback.observe_drafting(seconds, predicted, num_drafts)
+        elif not num_drafting:
+            self._feedback.observe_plain(seconds, predicted)
 
     def min_reach(self, live: LiveRequest) -> float:
         """Below this probability of being accepted, verifying a further draft of this request
@@ -104,7 +152,7 @@ class DraftLengths:
     def _choose_together(
         self, outlooks: dict[str, RowOutlook], num_other_tokens: int
     ) -> dict[str, int]:
-        plan = plan_drafts(outlooks, self._costs, num_other_tokens)
+        plan = plan_drafts(outlooks, self.costs, num_other_tokens)
         needed = _GAIN_TO_STAY if self._is_drafting else _GAIN_TO_START
         self._is_drafting = plan.gain > needed
         drafts = plan.num_drafts if self._is_drafting else dict.fromkeys(outlooks, 0)
@@ -121,18 +169,21 @@ class DraftLengths:
         num_drafts = sum(drafts.values())
         if not num_drafts:
             return 0.0
+        costs = self.costs
         num_tokens = len(drafts) + num_other_tokens
-        plain_seconds = self._costs.target.forward_seconds(num_tokens)
-        seconds = self._costs.target.forward_seconds(num_tokens + num_drafts) - plain_seconds
-        return gain * len(drafts) / plain_seconds * seconds / num_drafts
+        plain_seconds = costs.target.forward_seconds(num_tokens)
+        seconds = costs.target.forward_seconds(num_tokens + num_drafts) - plain_seconds
+        per_draft = seconds / num_drafts + costs.draft_token_seconds
+        return gain * len(drafts) / plain_seconds * per_draft
 
     def _may_probe(self, drafts: dict[str, int], idle: list[str], num_other_tokens: int) -> bool:
         """Whether enough time has passed for a step that also drafts one token per idle row."""
         num_tokens = num_other_tokens + len(drafts) + sum(drafts.values())
         num_drafting = len(drafts) - len(idle)
         deepest = max(drafts.values())
-        seconds = self._costs.step_seconds(num_tokens, num_drafting, deepest)
-        probe = self._costs.step_seconds(num_tokens + len(idle), len(drafts), max(1, deepest))
+        seconds = self._tables.step_seconds(num_tokens, num_drafting, deepest)
+        probe = self._tables.step_seconds(num_tokens + len(idle), len(drafts), max(1, deepest))
+        probe += len(idle) * self._feedback.draft_token_seconds
         self._probe_seconds += _PROBE_SHARE * seconds
         if self._probe_seconds < probe - seconds:
             return False
