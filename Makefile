@@ -75,6 +75,9 @@ bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> b
 bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> build/bench/exports.json
 	$(PY) -m tests.benchmarks.exports
 
+bench-fleet: $(STAMP) ## a simulated fleet under 1x to 1,000x a recorded load -> build/bench/fleet.json, .png
+	$(PY) -m tests.benchmarks.fleet
+
 test-exports: $(STAMP) ## kill exports at many points, Azure's emulator, ClickHouse, the HTML report
 	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.37.0 || \
 	  echo "no npm: no export to Azure's emulator"
