@@ -75,7 +75,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     )
     examined = [_examine(target, max_tokens, config.layout)]
     # Before the target's weights are packed: a head may be completed from them.
-    heads = load_heads(config.speculation, target)
+    heads = load_heads(config.speculation, target, config.layout)
     if draft is not None:
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))

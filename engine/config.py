@@ -13,6 +13,9 @@ def _require(condition: bool, name: str, reason: str) -> None:
         raise ValueError(f"{name}: {reason}")
 
 
+SHIPPED_HEAD = "shipped"
+
+
 @dataclass(frozen=True, slots=True)
 class HeadSource:
     """A further head beside the default one: its drafter is "head:NAME"."""
@@ -32,8 +35,9 @@ class SpeculationConfig:
     drafters: names in the order of preference; the first that has a proposal for a row
       wins. "prompt_lookup", "suffix", "head", "draft_model".
     draft_model: folder or hub id of the draft model; needed by "draft_model".
-    head: folder of the head; needed by "head". more_heads are loaded beside it and draft only
-      for requests that name them.
+    head: folder of the head; needed by "head". SHIPPED_HEAD takes the one that Tandem ships, if
+      it was made for the target and the layout has states for it, and else none. more_heads are
+      loaded beside it and draft only for requests that name them.
     max_draft_tokens: K, the most tokens drafted per row and step.
     lookup_max_ngram, lookup_min_ngram: lengths of the suffix that prompt lookup matches; "suffix"
       matches any length from lookup_min_ngram on.
@@ -137,7 +141,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(bool(self.target), "target", "must name a model")
         _require(
-            self.layout == "ragged" or not (self.speculation.head or self.speculation.more_heads),
+            self.layout == "ragged"
+            or (self.speculation.head in (None, SHIPPED_HEAD) and not self.speculation.more_heads),
             "layout",
             f"{self.layout!r} gives a head no hidden states; heads need 'ragged'",
         )

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine.config import (
+    SHIPPED_HEAD,
     AuditConfig,
     Dtype,
     EngineConfig,
@@ -41,7 +42,8 @@ class ServiceSettings(BaseSettings):
     numerics: Numerics = "auto"
     kv_cache_memory: float = Field(default=0.5, gt=0)
     layout: LayoutName = "ragged"
-    drafters: tuple[str, ...] = ("prompt_lookup",)
+    drafters: tuple[str, ...] = ("prompt_lookup", "head")
+    head: str = SHIPPED_HEAD  # or a folder; used by the drafter "head"
     max_draft_tokens: int = Field(default=4, ge=0, le=64)
     audit_share: float = Field(default=0.01, ge=0, le=1)  # of finished requests, in idle time
     heads: tuple[str, ...] = ()  # of the registry, NAME or NAME@VERSION: drafters "head:NAME"
@@ -157,6 +159,7 @@ class ServiceSettings(BaseSettings):
             speculation=SpeculationConfig(
                 drafters=drafters,
                 draft_model=draft,
+                head=self.head,
                 more_heads=heads,
                 max_draft_tokens=self.max_draft_tokens,
             ),

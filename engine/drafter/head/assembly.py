@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import SpeculationConfig
+from engine.config import SHIPPED_HEAD, LayoutName, SpeculationConfig
 from engine.cost_table import NUM_TOKENS_MEASURED, CostTable
 from engine.drafter.head.calibration import Calibration
 from engine.drafter.head.config import HeadFormatError
 from engine.drafter.head.drafter import HeadDrafter
-from engine.drafter.head.files import load_head, read_card
+from engine.drafter.head.files import CARD, load_head, read_card
 from engine.drafter.head.model import Eagle3Head
 from engine.drafter.head.runner import HeadRunner
 from engine.drafter.head.tap import HiddenStateTap
@@ -27,6 +27,7 @@ from engine.row_cache import RowCache
 from engine.sampler import Sampler
 
 DEFAULT_WINDOW = 512
+_PRETRAINED = Path(__file__).parents[1] / "pretrained"
 _NUM_REPEATS = 3
 _CONTEXT_TOKENS = 64
 
@@ -48,13 +49,26 @@ class MadeHead:
     costs: CostTable
 
 
-def load_heads(speculation: SpeculationConfig, target: LoadedModel) -> list[HeadPlan]:
+def shipped_head(target_fingerprint: str) -> str | None:
+    """The folder of the head that Tandem ships, if it was made for this target."""
+    if not (_PRETRAINED / CARD).exists():
+        return None
+    made_for = read_card(_PRETRAINED).get("target_fingerprint")
+    return str(_PRETRAINED) if made_for == target_fingerprint else None
+
+
+def load_heads(
+    speculation: SpeculationConfig, target: LoadedModel, layout: LayoutName
+) -> list[HeadPlan]:
     """All heads of a configuration, in the target's dtype and on its device.
 
     Called before the target's weights are packed, since a slim head is completed from them.
     Raises HeadFormatError.
     """
-    folders = [("head", speculation.head)] if speculation.head else []
+    default = speculation.head
+    if default == SHIPPED_HEAD:
+        default = shipped_head(target.fingerprint) if layout == "ragged" else None
+    folders = [("head", default)] if default else []
     folders += [(f"head:{source.name}", source.folder) for source in speculation.more_heads]
     return [HeadPlan(name, str(folder), _load(str(folder), target)) for name, folder in folders]
 
