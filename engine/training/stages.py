@@ -41,9 +41,13 @@ from engine.training.scores import Teacher
 from engine.training.status import StatusLog
 from engine.training.trainer import Trainer, TrainSettings
 from engine.training.variational import VariationalTrainer
-from engine.training.vocabulary import count_tokens, coverage, select_vocabulary
+from engine.training.vocabulary import (
+    choose_size,
+    count_tokens,
+    coverage,
+    select_vocabulary,
+)
 
-_DEFAULT_VOCABULARY = 8192
 _MAX_HELD_OUT_ROWS = 160
 
 
@@ -137,19 +141,34 @@ def choose_vocabulary(run: Run) -> list[int]:
     counts = count_tokens((c.output_token_ids for c in trained), vocab_size)
     # Prompts are text like the served one; an output token weighs as much as sixteen of them.
     broad = 16 * counts + count_tokens((c.prompt_token_ids for c in trained), vocab_size)
-    size = run.recipe.head.draft_vocab_size or _DEFAULT_VOCABULARY
+    out = _held_out_counts(conversations, share, vocab_size)
+    size = run.recipe.head.draft_vocab_size or _size_by_cost(run, broad, out)
     chosen = select_vocabulary(broad, min(size, vocab_size), run.target.eos_token_ids)
     atomic_files.write_json(
         path,
         {
             "coverage_trained": coverage(counts, chosen),
-            "coverage_held_out": coverage(
-                _held_out_counts(conversations, share, vocab_size), chosen
-            ),
+            "coverage_held_out": coverage(out, chosen),
             "token_ids": chosen.tolist(),
         },
     )
     return [int(token_id) for token_id in chosen]
+
+
+def _size_by_cost(run: Run, counts: torch.Tensor, out: torch.Tensor) -> int:
+    model = run.target.model
+    config = head_config(model, "", HeadShape(1, run.captured_layers))
+    head = Eagle3Head(config)
+    trained = (p for n, p in head.named_parameters() if not n.startswith(("embed", "lm_head")))
+    return choose_size(
+        counts,
+        out,
+        num_body_parameters=sum(p.numel() for p in trained),
+        hidden_size=config.hidden_size,
+        num_target_parameters=run.target.num_parameters,
+        num_drafts=run.recipe.head.num_draft_tokens,
+        always=run.target.eos_token_ids,
+    )
 
 
 def _held_out_counts(
