@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ bench-heads: $(STAMP) ## the shipped head on Spec-Bench: acceptance and speed ->
 
 bench: $(STAMP) ## what a step costs -> build/bench/decode.json (needs the model and a quiet machine)
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.decode
+
+bench-quick: $(STAMP) ## what a step does, counted: calls, tokens, allocations; fails when a count grows
+	OMP_NUM_THREADS=1 $(PY) -m tests.benchmarks.quick
+
+bench-limits: $(STAMP) ## each phase against the memory's and the processor's limit -> build/bench/limits.json
+	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.limits
 
 bench-layouts: $(STAMP) ## what each layout costs, and latency under arrivals -> build/bench/layouts.json, layouts.png
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.layouts
@@ -109,11 +115,16 @@ test-image: $(STAMP) ## the image's install steps in a clean folder; fetches eve
 test-rollout: $(STAMP) ## roll two servers behind a forwarder under load; no request may fail
 	$(PY) -m pytest -q -m slow tests/k8s/test_rollout.py
 
-check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos
+check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos, licences
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PY) .ci/supply_chain.py licences
+	$(PY) .ci/supply_chain.py audit
+
+audit: $(STAMP) ## ask an index for known vulnerabilities of the pins, and fail when there are some
+	$(PY) .ci/supply_chain.py audit --strict
 
 format: $(STAMP) ## sort imports and format the code
 	$(VENV)/bin/ruff check --fix-only
