@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -167,15 +167,42 @@ def list_command(registry: Registry = None) -> None:
 
 @app.command()
 def promote(
-    name: Annotated[str, typer.Argument(help="NAME@VERSION.")], registry: Registry = None
+    name: Annotated[str, typer.Argument(help="NAME@VERSION.")],
+    evaluation: Annotated[
+        Path | None, typer.Option(help="What `tandem train compare` wrote.", exists=True)
+    ] = None,
+    candidate: Annotated[str, typer.Option(help="This version there.")] = "candidate",
+    production: Annotated[str, typer.Option(help="The version in use there.")] = "production",
+    force: Annotated[bool, typer.Option(help="Without proof that it is better.")] = False,
+    registry: Registry = None,
 ) -> None:
-    """Make a version the one that NAME stands for."""
+    """Make a version the one that NAME stands for.
+
+    Over another version it must have proved itself: significantly longer accepted drafts, and no
+    source of conversations that loses.
+    """
     plain, has_version, version = name.partition("@")
     if not has_version:
         raise typer.BadParameter("must be NAME@VERSION", param_hint="NAME")
     with _failures_told():
-        pointer = _registry(registry).promote(plain, version)
+        known = _registry(registry)
+        reason: dict[str, Any] = {"forced": True} if force else {}
+        if known.pointer(plain).current not in (None, version) and not force:
+            reason = _gate(evaluation, candidate, production)
+        pointer = known.promote(plain, version, reason=reason)
     typer.echo(json.dumps(asdict(pointer)))
+
+
+def _gate(evaluation: Path | None, candidate: str, production: str) -> dict[str, Any]:
+    """Why it may be promoted. Raises GateError why it may not."""
+    from engine.drafter.gate import GateError, judge_replay
+
+    if evaluation is None:
+        raise GateError("evaluation: another version is in use; give --evaluation, or --force")
+    verdict = judge_replay(json.loads(evaluation.read_text()), candidate, production)
+    if not verdict.is_passed:
+        raise GateError("; ".join(verdict.objections))
+    return asdict(verdict)
 
 
 @app.command()

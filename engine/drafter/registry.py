@@ -1,7 +1,7 @@
 """A folder of named heads: versions that never change, and a pointer to the one in use.
 
     ROOT/NAME/versions/0001/     a head's folder, copied in whole, and registration.json
-    ROOT/NAME/pointer.json       {"current": "0002", "history": ["0001"]}
+    ROOT/NAME/pointer.json       {"current": "0002", "history": ["0001"], "reason": {...}}
 
 A version appears by a rename and is never written again; the pointer is replaced by a rename, so
 that whoever reads it gets the old version or the new one. The folder may be on a network disk
@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,25 +36,25 @@ class RegistryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A version. fingerprint: of the configuration and the weights. registered_at: UTC.
-
-    gate: what the comparison before promotion found, if there was one.
-    """
+    """A version. fingerprint: of the configuration and the weights. registered_at: UTC."""
 
     name: str
     version: str
     fingerprint: str
     registered_at: str
     note: str = ""
-    gate: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The version in use, and those before it, the latest last."""
+    """The version in use, and those before it, the latest last.
+
+    reason: why it is in use, as whoever promoted it gave it.
+    """
 
     current: str | None = None
     history: tuple[str, ...] = ()
+    reason: Mapping[str, Any] = field(default_factory=dict)
 
 
 def head_fingerprint(folder: Path) -> str:
@@ -104,18 +104,11 @@ class HeadRegistry:
             return Pointer()
         try:
             content = json.loads(path.read_text())
-            return Pointer(content["current"], tuple(content["history"]))
+            return Pointer(content["current"], tuple(content["history"]), content["reason"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RegistryError(f"{path}: {error}") from error
 
-    def register(
-        self,
-        folder: Path,
-        name: str,
-        *,
-        note: str = "",
-        gate: Mapping[str, Any] | None = None,
-    ) -> Registration:
+    def register(self, folder: Path, name: str, *, note: str = "") -> Registration:
         """Copy a head in as the next version; the same content again is the version it has."""
         for needed in (CONFIG, WEIGHTS):
             if not (folder / needed).is_file():
@@ -131,11 +124,13 @@ class HeadRegistry:
             for known in self.versions(name):
                 if known.fingerprint == fingerprint:
                     return known
-            return self._publish(staged, name, fingerprint, note, gate)
+            return self._publish(staged, name, fingerprint, note)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
-    def promote(self, name: str, version: str) -> Pointer:
+    def promote(
+        self, name: str, version: str, *, reason: Mapping[str, Any] | None = None
+    ) -> Pointer:
         """Point to a version whose files are still what was registered."""
         registered = self.registration(name, version)
         folder = self.folder_of(name, version)
@@ -145,7 +140,7 @@ class HeadRegistry:
         if before.current == version:
             return before
         history = (*before.history, before.current) if before.current else before.history
-        return self._point(name, Pointer(version, history[-_MAX_HISTORY:]))
+        return self._point(name, Pointer(version, history[-_MAX_HISTORY:], dict(reason or {})))
 
     def rollback(self, name: str) -> Pointer:
         """Point to the version that was in use before this one."""
@@ -153,7 +148,8 @@ class HeadRegistry:
         if not before.history:
             raise RegistryError(f"{name}: there is no earlier version to go back to")
         self.folder_of(name, before.history[-1])
-        return self._point(name, Pointer(before.history[-1], before.history[:-1]))
+        reason = {"rolled_back_from": before.current}
+        return self._point(name, Pointer(before.history[-1], before.history[:-1], reason))
 
     def resolve(self, reference: str) -> Registration:
         """NAME is the version in use, NAME@VERSION that one."""
@@ -170,14 +166,7 @@ class HeadRegistry:
             raise RegistryError(f"name: must be up to 64 letters, digits and _.-, got {name!r}")
         return self.root / name
 
-    def _publish(
-        self,
-        staged: Path,
-        name: str,
-        fingerprint: str,
-        note: str,
-        gate: Mapping[str, Any] | None,
-    ) -> Registration:
+    def _publish(self, staged: Path, name: str, fingerprint: str, note: str) -> Registration:
         while True:
             taken = [int(known.version) for known in self.versions(name)]
             version = f"{max(taken, default=0) + 1:04d}"
@@ -187,7 +176,6 @@ class HeadRegistry:
                 fingerprint=fingerprint,
                 registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 note=note,
-                gate=gate,
             )
             (staged / _REGISTRATION).write_text(json.dumps(asdict(found), indent=2) + "\n")
             staged.chmod(0o755)

@@ -80,6 +80,13 @@ def test_probe_lists_what_it_measured_and_writes_the_best(
     load_head(tmp_path / "best", target.model, target_fingerprint=target.fingerprint)
 
 
+def _compared(path: Path, ci: list[float]) -> None:
+    by_source = {"chat": {"num_conversations": 10, "acceptance_length": 2.0}}
+    heads = {name: {"by_source": by_source} for name in ("old", "new")}
+    comparison = {"greedy": {"difference": sum(ci) / 2, "ci": ci}}
+    path.write_text(json.dumps({"heads": heads, "comparisons": {"new - old": comparison}}))
+
+
 def test_the_registry_from_registering_to_going_back(head: Path, tmp_path: Path) -> None:
     where = ("--registry", tmp_path / "registry")
     assert _run("register", head, "--name", "chat", *where).output.startswith("chat@0001 ")
@@ -87,8 +94,21 @@ def test_the_registry_from_registering_to_going_back(head: Path, tmp_path: Path)
     content["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 5
     (head / CONFIG).write_text(json.dumps(content))
     assert _run("register", head, "--name", "chat", *where).output.startswith("chat@0002 ")
-    for version in ("0001", "0002"):
-        assert _run("promote", f"chat@{version}", *where).exit_code == 0
+    assert _run("promote", "chat@0001", *where).exit_code == 0
+    refused = _run("promote", "chat@0002", *where)
+    assert refused.exit_code == 1
+    assert "another version is in use" in refused.output
+    evaluation = tmp_path / "evaluation.json"
+    proof = ("--evaluation", evaluation, "--candidate", "new", "--production", "old")
+    _compared(evaluation, [-0.01, 0.2])
+    refused = _run("promote", "chat@0002", *proof, *where)
+    assert refused.exit_code == 1
+    assert "not significantly better" in refused.output
+    assert _run("promote", "chat@0002", "--force", *where).exit_code == 0
+    assert _run("rollback", "chat", *where).exit_code == 0
+    _compared(evaluation, [0.05, 0.2])
+    promoted = _run("promote", "chat@0002", *proof, *where)
+    assert json.loads(promoted.output)["reason"]["ci"] == [0.05, 0.2]
     assert "* chat@0002" in _run("list", *where).output
     assert json.loads(_run("rollback", "chat", *where).output)["current"] == "0001"
     again = _run("rollback", "chat", *where)
