@@ -9,6 +9,7 @@ from opentelemetry.metrics import Meter
 
 from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry import names
+from telemetry.drift import AcceptanceDrift
 from telemetry.ledger.records import LatencySummary, Outcome, RequestCost
 from telemetry.ledger.writer_status import WriterStatus
 from telemetry.names import MetricSpec, create_instrument
@@ -45,6 +46,7 @@ class Metrics:
             spec.name: create_instrument(meter, spec) for spec in names.METRICS
         }
         self._bounded: dict[str, BoundedValues] = {}
+        self._drift = AcceptanceDrift()
         self._set(names.BREAKER_OPEN, 0)
         self._ledger_totals = (0, 0, 0, 0)
         self._num_preemptions = 0
@@ -185,6 +187,10 @@ class Metrics:
             return
         drafter = self._bound(names.ATTR_DRAFTER, stats.drafter or "none")
         attributes = {**of_variant, names.ATTR_DRAFTER: drafter}
+        drop = self._drift.observe(
+            drafter, stats.num_accepted_tokens, stats.num_verify_steps, stats.finished_at
+        )
+        self._set(names.ACCEPTANCE_DROP, drop, {names.ATTR_DRAFTER: drafter})
         self._add(names.DRAFTS, stats.num_verify_steps, attributes)
         self._add(names.DRAFTED, stats.num_draft_tokens, attributes)
         self._add(names.ACCEPTED, stats.num_accepted_tokens, attributes)

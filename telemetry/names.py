@@ -201,6 +201,10 @@ BREAKER_OPEN = MetricSpec(
     "tandem.speculation.breaker_open", Instrument.GAUGE, "1",
     "1 while the breaker keeps speculation off, else 0.",
 )  # fmt: skip
+ACCEPTANCE_DROP = MetricSpec(
+    "tandem.speculation.acceptance_drop", Instrument.GAUGE, "1",
+    "By how much a drafter's recent acceptance length is below its usual one.", (ATTR_DRAFTER,),
+)  # fmt: skip
 GOODPUT = MetricSpec(
     "tandem.goodput", Instrument.GAUGE, "{token}/s",
     "Emitted tokens per second of step time, over the last capacity interval.",
@@ -271,8 +275,8 @@ METRICS: tuple[MetricSpec, ...] = (
     TTFT, TPOT, REQUEST_DURATION, CALL_DURATION, QUEUE_TIME, STEP_LATENCY, TOKENS_PER_STEP,
     STEP_DURATION, STEP_PHASE_TIME, TOKENS, REQUESTS, REJECTS, DRAFTS, DRAFTED, ACCEPTED,
     EMITTED_ACCEPTED, DRAFTED_BY_POSITION, ACCEPTED_BY_POSITION, DRAFT_LENGTH, DECISIONS,
-    DRAFTER_EVENTS, BREAKER_CHANGES, BREAKER_OPEN, GOODPUT, ROWS, QUEUE_DEPTH, BLOCKS,
-    PREFIX_LOOKUPS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
+    DRAFTER_EVENTS, BREAKER_CHANGES, BREAKER_OPEN, ACCEPTANCE_DROP, GOODPUT, ROWS, QUEUE_DEPTH,
+    BLOCKS, PREFIX_LOOKUPS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
     LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
 )  # fmt: skip
 

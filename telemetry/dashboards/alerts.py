@@ -52,6 +52,14 @@ ALERTS = (
         "Compare by drafter and variant: a new drafter, or traffic that it was not trained on.",
     ),
     Alert(
+        "TandemAcceptanceDrift",
+        f"max ({prometheus_name(names.ACCEPTANCE_DROP)}) > 0.05",
+        "1h",
+        "warning",
+        "A drafter's acceptance length has been 5 % below its usual one for an hour.",
+        "Retrain the drafter on recent requests; its log line says with which commands.",
+    ),
+    Alert(
         "TandemTtftHigh",
         f"{quantile(0.99, names.TTFT, '5m')} > 5",
         "10m",

@@ -72,6 +72,18 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Tokens per verify step, the target's own included.",
             ),
             Panel(
+                "Drift of the acceptance length",
+                "percentunit",
+                (
+                    (
+                        f"max by ({label(names.ATTR_DRAFTER)}) "
+                        f"({prometheus_name(names.ACCEPTANCE_DROP)})",
+                        f"{{{{{label(names.ATTR_DRAFTER)}}}}}",
+                    ),
+                ),
+                names.ACCEPTANCE_DROP.description,
+            ),
+            Panel(
                 "Acceptance by position",
                 "percentunit",
                 (
