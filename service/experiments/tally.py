@@ -1,4 +1,4 @@
-"""Counts what an experiment's requests were like, live or from the ledger, with equal results."""
+"""Counts what an experiment's requests were like, as they are read from the ledger."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from service.experiments.specification import Experiment
 from service.experiments.switchback import figures_by_slot, pair_differences
 
 _MAX_SLOT_VALUES = 20_000
+_MAX_OPEN_SLOTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ class Tally:
         index = self._slots.index_of(observation.at)
         if index in self._means:
             return  # a latecomer of a slot that is closed
+        if len(self._latencies) > _MAX_OPEN_SLOTS:  # a long past that is read at once
+            self._close_slots(observation.at - _MAX_OPEN_SLOTS / 2 * self._slots.slot_seconds)
         values = self._latencies.setdefault(index, [])
         if len(values) < _MAX_SLOT_VALUES:
             values.append((observation.at, observation.seconds_per_token))

@@ -77,3 +77,13 @@ def test_a_tenant_is_one_observation_and_one_failure() -> None:
 
 def test_the_expected_share_of_failures_follows_the_weights() -> None:
     assert _tally(weight=0.1).evidence("candidate", now=_AT).candidate_share == 0.1
+
+
+def test_a_long_past_that_is_read_at_once_keeps_figures_and_not_values() -> None:
+    of = experiment(slot_seconds=60, rails=GuardRails(min_slot_requests=1))
+    tally = Tally(of, max_draft_tokens=4)
+    for index in range(400):
+        tally.add(replace(_ONE, at=_AT + 60 * index + 1))
+    assert len(tally._latencies) <= 40
+    differences = tally.evidence("candidate", now=_AT + 60 * 500).slowdowns
+    assert differences == [0.0] * 200
