@@ -6,10 +6,10 @@ from collections.abc import Callable
 from engine.assembly import Parts
 from engine.drafter.base import Proposal
 from engine.live_request import LiveRequest
+from engine.prepared_row import RowOutcome
 from engine.request import FinishReason, TokenDelta
 from engine.scheduler import PlannedRow
 from engine.stats import RequestStats, RowStepStats
-from engine.verifier import RowOutcome
 
 
 class Committer:

@@ -17,28 +17,13 @@ from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
 from engine.logprobs import token_logprobs
 from engine.noise import Stream, gumbel_noise, noise_key, uniform_noise
+from engine.prepared_row import PreparedRow, RowOutcome, prepare
 from engine.request import AcceptanceRule, TokenLogprob
 from engine.sampler import RowSampling, Sampler
 from engine.scheduler import PlannedRow
 from engine.target_runner import TargetRunner
 
 _LOGPROB_CHUNK = 64  # prompt positions whose float32 logprobs exist at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class RowOutcome:
-    """What a step found for one row; nothing is committed yet.
-
-    token_ids are the accepted drafts and the recovered or bonus token; empty when the row did
-    not reach its newest token. error says why the row cannot go on.
-    """
-
-    planned: PlannedRow
-    num_drafts: int
-    token_ids: tuple[int, ...] = ()
-    num_accepted: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +51,18 @@ class Verifier:
     def verify(self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal]) -> Verification:
         """proposals has one entry per planned row; empty where nothing was drafted."""
         outcomes: list[RowOutcome | None] = []
-        ready: list[_Row] = []
+        ready: list[PreparedRow] = []
         for planned, proposal in zip(plan, proposals, strict=True):
-            row = _prepare(planned, proposal)
+            row = prepare(planned, proposal)
             outcomes.append(row if isinstance(row, RowOutcome) else None)
-            if isinstance(row, _Row):
+            if isinstance(row, PreparedRow):
                 ready.append(row)
         verification = self._verify(ready) if ready else Verification([], 0, 0)
         found = iter(verification.outcomes)
         complete = [outcome or next(found) for outcome in outcomes]
         return replace(verification, outcomes=complete)
 
-    def _verify(self, rows: Sequence["_Row"]) -> Verification:
+    def _verify(self, rows: Sequence[PreparedRow]) -> Verification:
         started = time.perf_counter_ns()
         try:
             logits = self.runner.forward([row.forward for row in rows])
@@ -90,7 +75,7 @@ class Verifier:
         decided = time.perf_counter_ns()
         return Verification(outcomes, computed - started, decided - computed)
 
-    def _verify_apart(self, rows: Sequence["_Row"], error: Exception) -> Verification:
+    def _verify_apart(self, rows: Sequence[PreparedRow], error: Exception) -> Verification:
         if len(rows) == 1:
             row, message = rows[0], f"{type(error).__name__}: {error}"
             outcome = RowOutcome(row.planned, len(row.proposal.token_ids), error=message)
@@ -103,7 +88,9 @@ class Verifier:
         )
 
     @torch.inference_mode()
-    def _take_prompt_logprobs(self, rows: Sequence["_Row"], logits: torch.Tensor) -> torch.Tensor:
+    def _take_prompt_logprobs(
+        self, rows: Sequence[PreparedRow], logits: torch.Tensor
+    ) -> torch.Tensor:
         """Book the logprobs of prompt tokens; returns the logits of emitting rows alone."""
         if not any(row.planned.live.num_missing_prompt_logprobs for row in rows):
             return logits
@@ -128,12 +115,12 @@ class Verifier:
         return torch.cat(kept) if kept else logits[:0]
 
     @torch.inference_mode()
-    def _decide(self, rows: Sequence["_Row"], logits: torch.Tensor) -> list[RowOutcome]:
+    def _decide(self, rows: Sequence[PreparedRow], logits: torch.Tensor) -> list[RowOutcome]:
         emitting = [row for row in rows if row.sampling is not None]
         found = iter(self._accept(emitting, logits) if emitting else ())
         return [RowOutcome(row.planned, 0) if row.sampling is None else next(found) for row in rows]
 
-    def _accept(self, rows: Sequence["_Row"], logits: torch.Tensor) -> list[RowOutcome]:
+    def _accept(self, rows: Sequence[PreparedRow], logits: torch.Tensor) -> list[RowOutcome]:
         """Outcomes of rows whose logits [sum of K + 1, V] these are."""
         batch = [(row.planned, row.proposal) for row in rows]
         sampling = [row.sampling for row in rows if row.sampling is not None]
@@ -248,51 +235,6 @@ class Verifier:
                 found.append(token_logprobs(logits[start : start + accepted + 1], emitted, num_top))
             start += row.num_positions
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A planned row with all that its verification needs; sampling is None if it emits nothing."""
-
-    planned: PlannedRow
-    proposal: Proposal
-    forward: ForwardRow
-    sampling: RowSampling | None
-
-
-def _prepare(planned: PlannedRow, proposal: Proposal) -> _Row | RowOutcome:
-    """A grammar that became too complex ends its request here, before the forward."""
-    live = planned.live
-    assert live.row is not None  # noqa: S101 - for the type checker; planned rows have one
-    token_ids = live.token_ids[planned.start : planned.start + planned.num_tokens]
-    sampling = None
-    if planned.emits:
-        try:
-            sampling = _row_sampling(live, proposal)
-        except RuntimeError as error:
-            return RowOutcome(planned, 0, error=str(error))
-    num_logits = sampling.num_positions if sampling is not None else 0
-    if live.num_missing_prompt_logprobs:
-        num_logits = planned.num_tokens
-    forward = ForwardRow(live.row, [*token_ids, *proposal.token_ids], planned.start, num_logits)
-    return _Row(planned, proposal, forward, sampling)
-
-
-def _row_sampling(live: LiveRequest, proposal: Proposal) -> RowSampling:
-    stopping = live.request.stopping
-    num_positions = len(proposal.token_ids) + 1
-    return RowSampling(
-        params=live.request.sampling,
-        num_positions=num_positions,
-        first_position=live.num_tokens,
-        draft_token_ids=proposal.token_ids,
-        history=live.history,
-        num_guarded_positions=max(
-            0, min(num_positions, stopping.min_tokens - live.num_output_tokens)
-        ),
-        guarded_token_ids=live.guarded_token_ids,
-        allowed=live.grammar.masks(proposal.token_ids) if live.grammar is not None else None,
-    )
 
 
 def _uses_rejection(row: RowSampling) -> bool:

@@ -11,7 +11,7 @@ from service.models import ModelError, default_home, resolve_model
 
 if TYPE_CHECKING:
     from engine.training.recipe import Recipe
-    from engine.training.stages import Run
+    from engine.training.run import Run
 
 app = typer.Typer(no_args_is_help=True, help="Train drafters for a target.")
 
@@ -66,7 +66,7 @@ def cache(
 ) -> None:
     """Capture the target's hidden states over the answers."""
     with _friendly():
-        from engine.training.stages import make_features
+        from engine.training.feature_stage import make_features
 
         make_features(_run(out, recipe, target, threads, changes))
 
@@ -219,7 +219,7 @@ def _run(
     threads: int | None,
     changes: list[str] | None,
 ) -> "Run":
-    from engine.training.stages import Run
+    from engine.training.run import Run
 
     return Run(out, _recipe(recipe, target, changes or []), _accelerator(threads))
 

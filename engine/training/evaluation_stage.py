@@ -16,9 +16,11 @@ from engine.drafter.head.files import load_head
 from engine.training.data_stage import make_data
 from engine.training.evaluation import ConversationScore, score_conversations
 from engine.training.feature_cache import FeatureCache
+from engine.training.feature_stage import make_features
+from engine.training.material import make_teacher
 from engine.training.recipe import Recipe
 from engine.training.report import compare, summarize
-from engine.training.stages import Run, make_features, make_teacher
+from engine.training.run import Run
 
 _SAMPLED_TEMPERATURE = 1.0
 

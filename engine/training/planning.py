@@ -10,8 +10,8 @@ from engine.training.data_stage import answer_probe
 from engine.training.distillation import Distillation
 from engine.training.initialize import HeadShape, fresh_head, head_config
 from engine.training.objectives import find_objective
+from engine.training.run import Run
 from engine.training.scores import Teacher
-from engine.training.stages import Run
 from engine.training.unrolled import make_batch
 
 _PROBE_PROMPTS = 16

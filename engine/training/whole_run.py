@@ -17,17 +17,11 @@ from engine.training.evaluation import (
 )
 from engine.training.evaluation_stage import calibration_of
 from engine.training.feature_cache import FeatureCache
+from engine.training.feature_stage import make_features
+from engine.training.material import held_out, make_material, make_teacher
 from engine.training.planning import make_plan
-from engine.training.stages import (
-    Run,
-    control,
-    distill,
-    held_out,
-    make_features,
-    make_material,
-    make_teacher,
-    variational,
-)
+from engine.training.run import Run
+from engine.training.stages import control, distill, variational
 
 _STEPS_WITHOUT_END = 1_000_000
 

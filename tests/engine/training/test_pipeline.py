@@ -20,8 +20,10 @@ from engine.training.conversations import read_conversations
 from engine.training.data_stage import make_data
 from engine.training.errors import TrainingError
 from engine.training.feature_cache import FeatureCache
+from engine.training.feature_stage import make_features
+from engine.training.material import make_material
 from engine.training.recipe import DistillRecipe, HeadRecipe, load_recipe
-from engine.training.stages import distill, make_features, make_material, train, variational
+from engine.training.stages import distill, train, variational
 from engine.training.trainer import TrainSettings
 from tests.engine.driver import request, run
 from tests.engine.head.heads import deep_tiny_llama
@@ -197,7 +199,7 @@ def _distributed(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     from accelerate import Accelerator
 
-    from engine.training.stages import Run
+    from engine.training.run import Run
 
     run_ = Run(folder / "run", tiny_recipe(folder), Accelerator(cpu=True))
     assert run_.accelerator.num_processes == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from engine.training.data_stage import make_data
+from engine.training.feature_stage import make_features
 from engine.training.recipe import (
     DataRecipe,
     DistillRecipe,
@@ -14,7 +15,7 @@ from engine.training.recipe import (
     Recipe,
     VariationalRecipe,
 )
-from engine.training.stages import Run, make_features
+from engine.training.run import Run
 from tests.tiny import save_tiny_model
 
 WORDS = (

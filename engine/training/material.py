@@ -1,0 +1,118 @@
+"""What a training stage works on: a head, its teacher, the conversations on both sides."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.drafter.head.files import load_head
+from engine.drafter.head.model import Eagle3Head
+from engine.training.conversations import is_held_out
+from engine.training.errors import TrainingError
+from engine.training.evaluation import ConversationScore, score_conversations
+from engine.training.feature_cache import CachedRow, FeatureCache
+from engine.training.initialize import HeadShape, fresh_head, head_config
+from engine.training.run import Run
+from engine.training.scores import Teacher
+from engine.training.vocabulary_stage import choose_vocabulary
+
+_MAX_HELD_OUT_ROWS = 160
+
+
+def held_out(
+    rows: Sequence[CachedRow], share: float, max_source_share: float = 1.0
+) -> tuple[list[CachedRow], list[CachedRow]]:
+    """(trained on, held out), by key alone; of a source that is too common, the first rows."""
+    out = [row for row in rows if is_held_out(row.key, share)]
+    kept = [row for row in rows if not is_held_out(row.key, share)]
+    most = int(max_source_share * len(kept))
+    seen: Counter[str] = Counter()
+    balanced = []
+    for row in kept:
+        seen[row.source] += 1
+        if seen[row.source] <= most:
+            balanced.append(row)
+    return balanced, out[:_MAX_HELD_OUT_ROWS]
+
+
+def make_teacher(run: Run, head: Eagle3Head) -> Teacher:
+    token_ids = head.draft_token_ids
+    weight = run.target.model.get_output_embeddings().weight.detach()
+    return Teacher(weight[token_ids].contiguous(), token_ids)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What training stages read."""
+
+    run: Run
+    head: Eagle3Head
+    card: dict[str, Any]
+
+    @cached_property
+    def cache(self) -> FeatureCache:
+        return FeatureCache(self.run.folder / "features", self.run.identity)
+
+    @cached_property
+    def rows(self) -> tuple[list[CachedRow], list[CachedRow]]:
+        data = self.run.recipe.data
+        kept, out = held_out(self.cache.rows, data.held_out_share, data.max_source_share)
+        if not kept or not out:
+            raise TrainingError("data: too few conversations to train on some and hold out others")
+        return kept, out
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        return make_teacher(self.run, self.head)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """bfloat16 where the target has it; a head in float32 beside a float32 target."""
+        dtype = self.run.target.model.dtype
+        return None if dtype == torch.float32 else dtype
+
+    def evaluate(self) -> list[ConversationScore]:
+        """Of the held-out conversations that were answered greedily: what T = 0 serving meets."""
+        greedy = [row for row in self.rows[1] if row.temperature == 0]
+        num_drafts = self.run.recipe.head.num_draft_tokens
+        with torch.autocast(
+            self.head.device.type,
+            dtype=self.autocast_dtype or torch.bfloat16,
+            enabled=self.autocast_dtype is not None,
+        ):
+            return score_conversations(
+                self.head, self.teacher, self.cache, greedy or self.rows[1], num_drafts
+            )
+
+
+def make_material(run: Run, start: Path | None = None) -> Material:
+    """A fresh head, or that of a folder, and the data to train it on."""
+    vocabulary = choose_vocabulary(run)
+    target, recipe = run.target, run.recipe
+    card = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "window": recipe.head.window,
+        "recipe": json.loads(json.dumps(recipe, default=plain)),
+    }
+    if start is None:
+        shape = HeadShape(len(vocabulary), run.captured_layers, None, recipe.head.num_draft_tokens)
+        config = head_config(target.model, target.name, shape)
+        head = fresh_head(config, target.model, vocabulary, recipe.distill.seed)
+    else:
+        head = load_head(start, target.model, target_fingerprint=target.fingerprint)
+        head.train()
+        for name, parameter in head.named_parameters():
+            parameter.requires_grad_(name not in ("embed_tokens.weight", "lm_head.weight"))
+        card["started_from"] = str(start)
+    return Material(run, head, card)
+
+
+def plain(value: Any) -> Any:
+    """A frozen settings object as JSON knows it; for json's `default`."""
+    return {name: getattr(value, name) for name in type(value).__slots__}

@@ -1,0 +1,43 @@
+"""A run folder, and what its stages share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from engine.drafter.head.tap import default_captured_layers
+from engine.loader import LoadedModel, load_model
+from engine.training.recipe import Recipe
+
+
+@dataclass(slots=True)
+class Run:
+    """A run folder and what its stages share; the target is loaded when it is first needed."""
+
+    folder: Path
+    recipe: Recipe
+    accelerator: Accelerator
+    _target: LoadedModel | None = None
+
+    @property
+    def target(self) -> LoadedModel:
+        if self._target is None:
+            device = str(self.accelerator.device)
+            self._target = load_model(self.recipe.target, dtype=self.recipe.dtype, device=device)
+            self._target.model.set_attn_implementation("sdpa")
+        return self._target
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        num_layers = self.target.model.config.get_text_config().num_hidden_layers
+        return self.recipe.head.captured_layers or default_captured_layers(num_layers)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What features must have been made with."""
+        return {
+            "target_fingerprint": self.target.fingerprint,
+            "dtype": str(self.target.model.dtype).removeprefix("torch."),
+            "captured_layers": list(self.captured_layers),
+        }
