@@ -1,0 +1,109 @@
+"""Two heads side by side on a real server: variants by assignment, changed by SIGHUP's reload."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.drafter.head.files import save_head
+from engine.drafter.registry import HeadRegistry
+from engine.loader import load_model
+from service.assembly import SetUpError, assemble
+from service.async_client import AsyncClient
+from service.settings import ServiceSettings
+from tests.engine.heads import NUM_LAYERS, config_for, random_head
+from tests.tiny import save_tiny_model
+
+_EXPERIMENT = """
+name = "heads"
+started_at = 2026-01-01T00:00:00Z
+[[variant]]
+name = "control"
+drafters = ["head:chat"]
+weight = 0.5
+[[variant]]
+name = "candidate"
+drafters = ["head:chat@0002"]
+weight = 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a target under `target` and two versions of a head in its registry."""
+    folder = tmp_path_factory.mktemp("home")
+    path = save_tiny_model(folder / "target", num_layers=NUM_LAYERS)
+    target = load_model(str(path), dtype="float32", device="cpu")
+    registry = HeadRegistry(folder / "registry")
+    for size in (200, 300):
+        head = random_head(target, config_for(target, size), list(range(3, 3 + size)))
+        made = folder / str(size)
+        made.mkdir()
+        save_head(made, head, {"target_fingerprint": target.fingerprint}, dtype=torch.float32)
+        registry.register(made, "chat")
+    registry.promote("chat", "0001")
+    return folder
+
+
+def _settings(home: Path, tmp_path: Path, **changes: object) -> ServiceSettings:
+    known = {
+        "target": str(home / "target"),
+        "port": 0,
+        "dtype": "float32",
+        "max_num_rows": 4,
+        "kv_cache_memory": 2e8,
+        "home": home,
+        "ledger_url": f"sqlite:///{tmp_path / 'ledger.db'}",
+        "experiment_file": tmp_path / "experiment.toml",
+        "heads": ("chat", "chat@0002"),
+    }
+    return ServiceSettings(**{**known, **changes})  # type: ignore[arg-type]
+
+
+async def test_requests_are_spread_over_heads_and_the_text_is_the_same(
+    home: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text(_EXPERIMENT)
+    server = assemble(_settings(home, tmp_path))
+    await server.listen()
+    await server.load()
+    texts = set()
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        for _ in range(12):
+            result = await client.generate("the quick", max_tokens=6, seed=1).result()
+            texts.add(result.text)
+        path.write_text(_EXPERIMENT.replace("2026-01-01", "2026-01-02").replace(
+            'weight = 0.5\n[[', 'weight = 1\n[['
+        ).replace('0002"]\nweight = 0.5', '0002"]\nweight = 0'))  # fmt: skip
+        server.reload()
+        for _ in range(6):
+            result = await client.generate("the quick", max_tokens=6, seed=1).result()
+            texts.add(result.text)
+    await server.stop(1.0)
+    assert len(texts) == 1, "who drafts must not change what is written"
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute(
+            "SELECT v.name, d.name FROM requests r JOIN variants v USING (variant_key) "
+            "LEFT JOIN drafters d ON d.drafter_key = r.drafter_key ORDER BY ledger_id"
+        ).fetchall()
+    assert len(rows) == 18
+    assert {variant for variant, _ in rows[:12]} == {"control", "candidate"}
+    assert {variant for variant, _ in rows[12:]} == {"control"}
+    drafters = {"control": "head:chat", "candidate": "head:chat@0002"}
+    assert all(drafter in (None, drafters[variant]) for variant, drafter in rows)
+    assert {drafter for _, drafter in rows[:12] if drafter} == set(drafters.values())
+
+
+async def test_an_experiment_over_a_head_that_is_not_loaded_stops_the_start(
+    home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "experiment.toml").write_text(_EXPERIMENT)
+    server = assemble(_settings(home, tmp_path, heads=("chat",)))
+    await server.listen()
+    with pytest.raises(ValueError, match="unknown drafter 'head:chat@0002'"):
+        await server.load()
+    await server.stop(0.0)
+    with pytest.raises(SetUpError, match="heads: version: chat has no version 0003"):
+        assemble(_settings(home, tmp_path, heads=("chat@0003",)))
