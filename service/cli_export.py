@@ -24,6 +24,7 @@ from rich.table import Table
 
 from exports.delta import publish_delta
 from exports.errors import ExportError, TargetError
+from exports.focus import publish_focus
 from exports.job import ExportOptions, ExportSummary, run_export
 from exports.job import Progress as ExportProgress
 from exports.manifest import read_manifest
@@ -98,6 +99,13 @@ def export(
         str | None,
         typer.Option(help="Also keep Delta tables under this folder or URI."),
     ] = None,
+    focus: Annotated[
+        str | None,
+        typer.Option(help="Also write a FOCUS 1.3 cost file per date under this folder or URI."),
+    ] = None,
+    focus_account: Annotated[
+        str, typer.Option(help="Who runs the service, in the FOCUS files.")
+    ] = "Tandem",
     sample: Annotated[
         Sample | None,
         typer.Option(help="Publish 90 invented days of traffic instead of a ledger."),
@@ -129,7 +137,14 @@ def export(
             signal.signal(number, lambda *_: stopped.set())
     while True:
         exit_code = _exit_code(
-            lambda: _export_once(ledger or default_ledger_url(), out, options, metrics_file, delta)
+            lambda: _export_once(
+                ledger or default_ledger_url(),
+                out,
+                options,
+                metrics_file,
+                delta,
+                focus=None if focus is None else (focus, focus_account),
+            )
         )
         if watch is None:
             raise typer.Exit(exit_code)
@@ -164,6 +179,7 @@ def _export_once(
     metrics_file: Path | None,
     delta: str | None = None,
     now: datetime | None = None,
+    focus: tuple[str, str] | None = None,
 ) -> None:
     console = Console()
     began_at = datetime.now(UTC)
@@ -193,6 +209,9 @@ def _export_once(
             if delta is not None:
                 target = Target(out)
                 publish_delta(target, read_manifest(target), summary.rewritten_dates, delta)
+            if focus is not None:
+                target = Target(out)
+                publish_focus(target, read_manifest(target), summary.rewritten_dates, *focus)
         except ExportError as failure:
             error = failure
     if metrics_file is not None:

@@ -1,0 +1,209 @@
+"""The FOCUS file keeps the rules of FOCUS 1.3 and adds up to what the machine cost.
+
+The rules are those of the specification's columns (focus.finops.org, version 1.3, Cost and Usage):
+presence, null, type, allowed values, the products of prices and quantities, and split cost
+allocation.
+"""
+
+import csv
+import json
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from exports.focus import COLUMNS, publish_focus
+from exports.job import run_export
+from exports.manifest import read_manifest
+from exports.storage import Target
+from tests.exports.ledgers import NOON, LedgerFill, new_ledger
+
+NOW = datetime(2026, 5, 20, 9, 0, tzinfo=UTC)
+DAY = date(2026, 3, 28)
+MANDATORY = (
+    *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
+    *("BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass"),
+    *("ChargeDescription", "ChargePeriodEnd", "ChargePeriodStart", "ContractedCost"),
+    *("EffectiveCost", "HostProviderName", "InvoiceIssuerName", "ListCost", "PricingQuantity"),
+    *("PricingUnit", "ProviderName", "PublisherName", "ServiceCategory", "ServiceName"),
+    "ServiceProviderName",
+)
+NULL_IN_USAGE = ("ChargeClass",)  # null unless a charge corrects another
+DECIMALS = (
+    *("BilledCost", "ContractedCost", "EffectiveCost", "ListCost", "ListUnitPrice"),
+    *("ContractedUnitPrice", "ConsumedQuantity", "PricingQuantity"),
+)
+INSTANTS = ("BillingPeriodEnd", "BillingPeriodStart", "ChargePeriodEnd", "ChargePeriodStart")
+ALLOWED = {
+    "BillingCurrency": {"USD"},
+    "ChargeCategory": {"Usage"},
+    "ChargeFrequency": {"One-Time", "Recurring", "Usage-Based"},
+    "PricingCategory": {"Standard", "Dynamic", "Committed", "Other"},
+    "ServiceCategory": {"AI and Machine Learning"},
+    "ServiceSubcategory": {"Generative AI"},
+    "PricingUnit": {"Hours"},
+    "ConsumedUnit": {"Hours"},
+}
+NULLABLE = (
+    *("AllocatedResourceId", "AllocatedResourceName", "AllocatedTags", "ChargeFrequency"),
+    *("ResourceName", "ServiceSubcategory", "SkuPriceDetails"),
+)
+NOT_NULL_IN_USAGE = (
+    *("ConsumedQuantity", "ConsumedUnit", "ListUnitPrice", "ContractedUnitPrice", "SkuId"),
+    *("SkuPriceId", "SkuMeter", "ResourceId", "ResourceType", "PricingCategory"),
+    *("AllocatedMethodId", "AllocatedMethodDetails"),
+)
+OF_THE_ORIGIN = [  # dimensions of the machine's charge, the same in all its parts
+    name for name in COLUMNS if name not in DECIMALS and not name.startswith(("x_", "Allocated"))
+] + ["AllocatedMethodId", "ListUnitPrice", "ContractedUnitPrice"]
+
+Row = dict[str, str]
+
+
+def violations(rows: list[Row]) -> list[str]:
+    """What breaks a rule, in words."""
+    found: list[str] = []
+
+    def check(is_good: bool, words: str) -> None:
+        if not is_good:
+            found.append(words)
+
+    for name in MANDATORY:
+        check(name in rows[0], f"{name} is missing")
+    for row in rows:
+        for name in (*MANDATORY, *NOT_NULL_IN_USAGE):
+            check(bool(row.get(name)) or name in NULL_IN_USAGE, f"{name} is null")
+        for name in NULL_IN_USAGE:
+            check(not row.get(name), f"{name} is not null")
+        for name in DECIMALS:
+            check(Decimal(row[name]) >= 0 and "E" not in row[name], f"{name}={row[name]}")
+        for name in INSTANTS:
+            datetime.strptime(row[name], "%Y-%m-%dT%H:%M:%SZ")  # noqa: DTZ007 - Z is UTC
+        for name, allowed in ALLOWED.items():
+            check(row[name] in allowed, f"{name}={row[name]}")
+        check(row["BillingPeriodStart"] <= row["ChargePeriodStart"], "begins before its period")
+        check(row["ChargePeriodEnd"] <= row["BillingPeriodEnd"], "ends after its period")
+        for cost, price in (
+            ("ListCost", "ListUnitPrice"),
+            ("ContractedCost", "ContractedUnitPrice"),
+        ):
+            product = Decimal(row[price]) * Decimal(row["PricingQuantity"])
+            check(abs(product - Decimal(row[cost])) < Decimal("1e-15"), f"{cost} is no product")
+        check(row["ResourceName"] != row["ResourceId"], "ResourceName repeats ResourceId")
+        is_named = bool(row["AllocatedResourceName"])
+        check(is_named == bool(row["AllocatedResourceId"]), "AllocatedResourceName")
+        check(bool(row["AllocatedResourceId"]) != bool(row["x_UnallocatedReason"]), "unallocated")
+        for element in json.loads(row["AllocatedMethodDetails"])["Elements"]:
+            check({"AllocatedRatio", "UsageUnit", "UsageQuantity"} == set(element), "Elements")
+    for origin in {(row["ResourceId"], row["ChargePeriodStart"]) for row in rows}:
+        parts = [r for r in rows if (r["ResourceId"], r["ChargePeriodStart"]) == origin]
+        for name in OF_THE_ORIGIN:
+            check(len({row[name] for row in parts}) == 1, f"{name} differs within {origin}")
+        ratios = [
+            Decimal(str(element["AllocatedRatio"]))
+            for row in parts
+            for element in json.loads(row["AllocatedMethodDetails"])["Elements"]
+        ]
+        check(sum(ratios) == 1, f"ratios of {origin} add up to {sum(ratios)}")
+        ids = [row["AllocatedResourceId"] for row in parts if row["AllocatedResourceId"]]
+        check(len(set(ids)) == len(ids), "AllocatedResourceId is not unique")
+    custom = [n for n in rows[0] if n not in (*MANDATORY, *NOT_NULL_IN_USAGE, *NULLABLE)]
+    check(all(name.startswith("x_") for name in custom), f"custom columns {custom}")
+    return found
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> LedgerFill:
+    return filled(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    folder = tmp_path_factory.mktemp("focus")
+    return published(filled(folder), folder)
+
+
+def filled(folder: Path) -> LedgerFill:
+    fill = LedgerFill(new_ledger(folder))
+    fill.dimensions()
+    fill.request(NOON, cost_nano_usd=1_000_003, cost_rejected_nano_usd=17)
+    fill.request(NOON, cost_nano_usd=2_000_000, model_key=2, variant_key=2)
+    fill.request(NOON, cost_nano_usd=3, tenant_key=None)
+    fill.request(NOON, cost_nano_usd=0, price_key=None)
+    fill.request(NOON + timedelta(days=1), cost_nano_usd=5)
+    fill.interval(NOON, cost_idle_nano_usd=700_001, cost_lost_nano_usd=11)
+    fill.interval(NOON + timedelta(minutes=1), cost_idle_nano_usd=300_000)
+    return fill
+
+
+def published(ledger: LedgerFill, folder: Path, days: tuple[date, ...] = (DAY,)) -> list[Row]:
+    run_export(ledger.url, folder / "out", now=NOW)
+    target = Target(folder / "out")
+    num_files = publish_focus(target, read_manifest(target), days, str(folder / "focus"), "Acme")
+    assert num_files == len(days)
+    text = (folder / "focus" / f"focus_cost_and_usage-{days[0]}.csv").read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
+def test_the_file_keeps_the_rules_of_the_specification(rows: list[Row]) -> None:
+    assert len(rows) == 5
+    assert violations(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda row: row.update(ServiceName=""), "ServiceName is null"),
+        (lambda row: row.update(ListCost="1"), "ListCost is no product"),
+        (lambda row: row.update(PricingCategory="Cheap"), "PricingCategory=Cheap"),
+        (lambda row: row.update(SkuMeter="Tokens"), "SkuMeter differs"),
+        (lambda row: row.update(AllocatedResourceId=""), "AllocatedResourceName"),
+        (
+            lambda row: row.update(
+                AllocatedMethodDetails=row["AllocatedMethodDetails"].replace("0.", "0.1", 1)
+            ),
+            "add up to",
+        ),
+    ],
+)
+def test_a_broken_rule_is_found(spoil: Callable[[Row], None], words: str, rows: list[Row]) -> None:
+    spoilt = sorted((dict(row) for row in rows), key=lambda row: -Decimal(row["BilledCost"]))
+    assert spoilt[0]["AllocatedResourceId"]
+    spoil(spoilt[0])
+    found = violations(spoilt)
+    assert any(words in violation for violation in found), found
+
+
+def test_charges_add_up_to_requests_and_idle_and_lost_time(rows: list[Row]) -> None:
+    nano = {
+        row["AllocatedResourceName"] or row["x_UnallocatedReason"]: Decimal(row["BilledCost"])
+        * 10**9
+        for row in rows
+    }
+    assert nano == {
+        "t-1, model-1, default": 1_000_003,
+        "t-1, model-2, candidate": 2_000_000,
+        "unknown, model-1, default": 3,
+        "idle": 1_000_001,
+        "lost": 11,
+    }
+    [charged] = [row for row in rows if row["AllocatedResourceName"] == "t-1, model-1, default"]
+    assert (charged["x_RequestCount"], charged["x_OutputTokens"]) == ("1", "20")
+    assert Decimal(charged["x_RejectedDraftCost"]) * 10**9 == 17
+
+
+def test_a_day_of_a_compacted_month_is_found_and_replaced_whole(
+    ledger: LedgerFill, tmp_path: Path
+) -> None:
+    ledger.request(NOON + timedelta(days=40), cost_nano_usd=9)  # March is closed
+    first = published(ledger, tmp_path, (DAY, DAY + timedelta(days=1)))
+    assert any("month=" in file.name for file in Target(tmp_path / "out").files())
+    assert len(first) == 5
+    ledger.request(NOON, cost_nano_usd=4)
+    again = published(ledger, tmp_path)
+    difference = sum(Decimal(row["BilledCost"]) for row in again) - sum(
+        Decimal(row["BilledCost"]) for row in first
+    )
+    assert difference * 10**9 == 4
