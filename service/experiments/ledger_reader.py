@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import Session
 
 from service.experiments.specification import Experiment
@@ -25,7 +25,7 @@ _FAILURES = (Outcome.FAILED.value, Outcome.ORPHANED.value)
 class Watermarks:
     """What was read last."""
 
-    request: int = 0
+    request: int | None = None
     audit: int = 0
 
 
@@ -51,6 +51,16 @@ class LedgerReader:
     def _requests(self, session: Session, now: datetime) -> Iterator[Observation]:
         experiment, request = self._tally.experiment, models.Request
         names = [variant.name for variant in experiment.variants]
+        if self._read.request is None:
+            # By its index: the years before the experiment are not gone through.
+            first = session.scalar(
+                select(func.min(request.ledger_id)).where(
+                    request.recorded_at >= experiment.started_at
+                )
+            )
+            if first is None:
+                return
+            self._read.request = first - 1
         while True:
             rows = session.execute(
                 select(

@@ -1,6 +1,7 @@
 """The command line shows what the guard rails of the servers see."""
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from service.cli_experiment import app
 from service.experiments.records import RollbackRecord, RollbackStore
-from tests.service.experiments.test_watch import FILE, Rig, requests_of
+from tests.service.experiments.test_watch import FILE, Rig
 
 
 def _run(tmp_path: Path, *arguments: str) -> Result:
@@ -27,7 +28,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 def test_the_report_has_both_arms_every_rail_and_the_rule(tmp_path: Path, rig: Rig) -> None:
-    rig.write(requests_of(300, {"control": 15, "candidate": 4}))
+    rig.write(rig.requests(300, {"control": 15, "candidate": 4}))
     result = _run(tmp_path, "report", str(tmp_path / "experiment.toml"))
     assert result.exit_code == 0, result.output
     page = result.output
@@ -37,14 +38,14 @@ def test_the_report_has_both_arms_every_rail_and_the_rule(tmp_path: Path, rig: R
     for rail in ("| divergence |", "| failures |", "| acceptance length |"):
         assert rail in page
     assert "| control | old | 0.5 |" in page
-    assert "2.50 (from 2." in page
+    assert re.search(r"\| 2\.(4|5)\d \(from 2\.\d\d to 2\.\d\d\) \|", page)
     out = tmp_path / "report.md"
     assert _run(tmp_path, "report", str(tmp_path / "experiment.toml"), "--out", str(out)).output
     assert out.read_text().startswith("# Experiment trial\n")
 
 
 def test_the_status_is_there_for_programs(tmp_path: Path, rig: Rig) -> None:
-    rig.write(requests_of(60, {"control": 15, "candidate": 15}))
+    rig.write(rig.requests(60, {"control": 15, "candidate": 15}))
     result = _run(tmp_path, "status", str(tmp_path / "experiment.toml"), "--json")
     found = json.loads(result.output)
     assert found["decisions"]["candidate"]["action"] == "continue"

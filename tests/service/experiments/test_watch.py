@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -52,6 +52,7 @@ class Rig:
         self._url = f"sqlite:///{folder}/ledger.db"
         migrate(self._url)
         self._folder = folder
+        self._num_requests = 0
         (folder / "experiment.toml").write_text(FILE)
         self.experiments = self._start()
         self.watch = self._watch(self.experiments)
@@ -80,33 +81,34 @@ class Rig:
         LedgerStore(engine).write(records, may_exist=False)
         engine.dispose()
 
+    def requests(
+        self, count: int, accepted: Mapping[str, int], **changes: object
+    ) -> list[RequestRecord]:
+        """New requests of ten verify steps each, with so many accepted tokens by variant."""
+        found = []
+        for _ in range(count):
+            index = self._num_requests = self._num_requests + 1
+            variant = assign(_KEY, f"r{index}", _WEIGHTS)
+            num_accepted = accepted[variant] + index % 3 - 1
+            record = request_record(
+                f"r{index}",
+                variant=variant,
+                counts=TokenCounts(
+                    num_prompt_tokens=7,
+                    num_output_tokens=10 + num_accepted,
+                    num_verify_steps=10,
+                    num_draft_tokens=40,
+                    num_accepted_tokens=num_accepted,
+                ),
+                latency=LatencySummary(2.0, 0.25, 0.5, 0.01, 0.02),
+            )
+            found.append(replace(record, **changes))  # type: ignore[arg-type]
+        return found
+
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
-
-
-def requests_of(count: int, accepted: dict[str, int], **changes: object) -> list[RequestRecord]:
-    """Requests of ten verify steps each, with so many accepted tokens by variant."""
-    found = []
-    for index in range(count):
-        request_id = f"{uuid4().hex}-{index}"
-        variant = assign(_KEY, request_id, _WEIGHTS)
-        num_accepted = accepted[variant] + index % 3 - 1
-        record = request_record(
-            request_id,
-            variant=variant,
-            counts=TokenCounts(
-                num_prompt_tokens=7,
-                num_output_tokens=10 + num_accepted,
-                num_verify_steps=10,
-                num_draft_tokens=40,
-                num_accepted_tokens=num_accepted,
-            ),
-            latency=LatencySummary(2.0, 0.25, 0.5, 0.01, 0.02),
-        )
-        found.append(replace(record, **changes))  # type: ignore[arg-type]
-    return found
 
 
 def _audit(variant: str, verdict: Verdict) -> AuditRecord:
@@ -132,7 +134,7 @@ def _audit(variant: str, verdict: Verdict) -> AuditRecord:
 async def test_a_candidate_that_drafts_worse_is_rolled_back(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig.write(requests_of(300, {"control": 15, "candidate": 4}))
+    rig.write(rig.requests(300, {"control": 15, "candidate": 4}))
     decisions = await rig.watch.look()
     assert decisions["candidate"].action is Action.ROLL_BACK
     assert rig.experiments.variants == ("control",)
@@ -147,9 +149,9 @@ async def test_equal_arms_go_on_and_a_better_one_may_be_promoted(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    rig.write(requests_of(200, {"control": 15, "candidate": 15}))
+    rig.write(rig.requests(200, {"control": 15, "candidate": 15}))
     assert (await rig.watch.look())["candidate"].action is Action.CONTINUE
-    rig.write(requests_of(1500, {"control": 15, "candidate": 30}))
+    rig.write(rig.requests(1500, {"control": 15, "candidate": 30}))
     for _ in range(2):
         assert (await rig.watch.look())["candidate"].action is Action.PROMOTE
     said = [r.getMessage() for r in caplog.records if "can be promoted" in r.getMessage()]
@@ -159,17 +161,17 @@ async def test_equal_arms_go_on_and_a_better_one_may_be_promoted(
 
 async def test_what_is_read_in_parts_or_after_a_restart_is_judged_the_same(rig: Rig) -> None:
     for _ in range(3):
-        rig.write(requests_of(60, {"control": 15, "candidate": 12}))
+        rig.write(rig.requests(60, {"control": 15, "candidate": 12}))
         in_parts = await rig.watch.look()
     rig.restart()
     assert await rig.watch.look() == in_parts
 
 
 async def test_failures_and_divergences_are_read_too(rig: Rig) -> None:
-    rig.write(requests_of(200, {"control": 15, "candidate": 15}))
+    rig.write(rig.requests(200, {"control": 15, "candidate": 15}))
     failed = [
         replace(record, outcome=Outcome.FAILED, status_code="INTERNAL")
-        for record in requests_of(60, {"control": 15, "candidate": 15})
+        for record in rig.requests(60, {"control": 15, "candidate": 15})
         if record.variant == "candidate"
     ]
     rig.write(failed)
@@ -184,7 +186,7 @@ async def test_one_divergence_ends_it_and_a_tie_does_not(rig: Rig) -> None:
 
 
 async def test_further_completions_and_corrections_are_no_new_draws(rig: Rig) -> None:
-    records = requests_of(100, {"control": 15, "candidate": 0})
+    records = rig.requests(100, {"control": 15, "candidate": 0})
     copies = [replace(r, request_id=f"{r.request_id}#1", record_id=uuid4().hex) for r in records]
     rig.write(copies)
     decision = (await rig.watch.look())["candidate"]
@@ -199,12 +201,12 @@ async def test_a_ledger_that_is_away_changes_nothing(
     assert "not looked at" in caplog.text
     (tmp_path / "ledger.db").unlink(missing_ok=True)
     (tmp_path / "away.db").rename(tmp_path / "ledger.db")
-    rig.write(requests_of(300, {"control": 15, "candidate": 4}))
+    rig.write(rig.requests(300, {"control": 15, "candidate": 4}))
     assert (await rig.watch.look())["candidate"].action is Action.ROLL_BACK
 
 
 async def test_it_looks_by_itself(rig: Rig) -> None:
-    rig.write(requests_of(300, {"control": 15, "candidate": 4}))
+    rig.write(rig.requests(300, {"control": 15, "candidate": 4}))
     rig.watch.start()
     async with asyncio.timeout(60):
         while rig.experiments.variants != ("control",):
