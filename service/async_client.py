@@ -22,12 +22,12 @@ from service.client_calls import (
     NO_CREDENTIALS,
     Credentials,
     Prompt,
-    TandemError,
     as_request,
     fits_before,
-    read_error,
+    read_call_error,
     remaining_seconds,
 )
+from service.client_tracing import tracing_interceptors
 from service.pb import generation_pb2 as pb
 from service.pb import generation_pb2_grpc as pb_grpc
 
@@ -81,7 +81,7 @@ class AsyncGenerationStream:
             except aio.AioRpcError as error:
                 if self._attempts.is_complete():
                     return
-                failure = _read_aio_error(error)
+                failure = read_call_error(error)
                 wait = self._attempts.wait_before_retry(failure)
                 if wait is None or not fits_before(wait, self._deadline_at):
                     raise failure from error
@@ -91,7 +91,10 @@ class AsyncGenerationStream:
 
 
 class AsyncClient:
-    """A connection for asyncio; made on the event loop."""
+    """A connection for asyncio; made on the event loop.
+
+    trace_calls gives every call, retries and resumptions included, a client span of its own.
+    """
 
     def __init__(
         self,
@@ -99,12 +102,14 @@ class AsyncClient:
         *,
         credentials: Credentials = NO_CREDENTIALS,
         retry: RetryPolicy | None = None,
+        trace_calls: bool = False,
     ) -> None:
         secure = credentials.channel_credentials()
+        interceptors = tracing_interceptors() if trace_calls else None
         self._channel = (
-            aio.insecure_channel(address, CHANNEL_OPTIONS)
+            aio.insecure_channel(address, CHANNEL_OPTIONS, interceptors=interceptors)
             if secure is None
-            else aio.secure_channel(address, secure, CHANNEL_OPTIONS)
+            else aio.secure_channel(address, secure, CHANNEL_OPTIONS, interceptors=interceptors)
         )
         self.stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._credentials = credentials
@@ -137,7 +142,7 @@ class AsyncClient:
         try:
             return await method(request, metadata=self._credentials.metadata(), timeout=60)
         except aio.AioRpcError as error:
-            raise _read_aio_error(error) from error
+            raise read_call_error(error) from error
 
     async def close(self) -> None:
         await self._channel.close()
@@ -152,7 +157,3 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-
-def _read_aio_error(error: aio.AioRpcError) -> TandemError:
-    return read_error(error.code(), error.details(), tuple(error.trailing_metadata() or ()))

@@ -25,7 +25,7 @@ from service.client_calls import (
     TandemError,
     as_request,
     fits_before,
-    read_error,
+    read_call_error,
     remaining_seconds,
 )
 from service.pb import generation_pb2 as pb
@@ -89,7 +89,7 @@ class GenerationStream:
             except grpc.RpcError as error:
                 if self._attempts.is_complete():
                     return
-                failure = _read_call_error(error)
+                failure = read_call_error(error)
                 wait = None if self._is_cancelled else self._attempts.wait_before_retry(failure)
                 if wait is None or not fits_before(wait, self._deadline_at):
                     raise failure from error
@@ -179,7 +179,7 @@ class Client:
         try:
             return method(request, metadata=self._credentials.metadata(), timeout=60)
         except grpc.RpcError as error:
-            raise _read_call_error(error) from error
+            raise read_call_error(error) from error
 
     def close(self) -> None:
         self._channel.close()
@@ -194,7 +194,3 @@ class Client:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _read_call_error(error: Any) -> TandemError:
-    return read_error(error.code(), error.details(), tuple(error.trailing_metadata() or ()))

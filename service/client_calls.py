@@ -91,6 +91,11 @@ def read_error(
     return TandemError(code, message or "", tuple(violations), retry_after)
 
 
+def read_call_error(error: Any) -> TandemError:
+    """The error of a call that ended, of either client's kind."""
+    return read_error(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
+
+
 def build_request(
     prompt: Prompt,
     *,

@@ -10,9 +10,10 @@ from contextlib import aclosing
 import pytest
 from grpc import aio
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 
 from service.assembly import set_up_logs
 from service.async_client import AsyncClient
@@ -80,6 +81,38 @@ async def test_spans_of_a_request_belong_to_its_call_and_hold_no_text(
     assert len({span.context.trace_id for span in calls}) == 4
     for span in spans.get_finished_spans():
         assert "private" not in span.to_json()
+
+
+async def test_client_spans_end_as_their_calls_do_and_are_the_parents_of_the_servers(
+    spans: InMemorySpanExporter,
+) -> None:
+    async with running_server(FakeEngine(step_seconds=0.005)) as running:
+        async with AsyncClient(running.address, trace_calls=True) as client:
+            await client.generate(text_request()).result()
+            with pytest.raises(TandemError):
+                await client.generate("x", temperature=-1).result()
+            with pytest.raises(TandemError):
+                await client.generate("x", max_tokens=4000, timeout_seconds=0.1).result()
+            async with aclosing(client.generate("x", max_tokens=4000).events()) as events:
+                await anext(events)
+            await client.load()
+            await wait_until(lambda: len(_of_kind(spans, SpanKind.CLIENT)) == 5)
+        await wait_until(lambda: len(_of_kind(spans, SpanKind.SERVER)) == 5)
+    clients, servers = (_of_kind(spans, kind) for kind in (SpanKind.CLIENT, SpanKind.SERVER))
+    statuses = [span.attributes[names.ATTR_RPC_STATUS_CODE] for span in clients]
+    assert sorted(statuses) == ["CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "OK", "OK"]
+    by_id = {span.context.span_id: span for span in clients}
+    for server in servers:
+        parent = by_id[server.parent.span_id]
+        assert parent.name == server.name
+        assert parent.context.trace_id == server.context.trace_id
+    for span in clients:
+        is_ok = span.attributes[names.ATTR_RPC_STATUS_CODE] == "OK"
+        assert (span.status.status_code is StatusCode.ERROR) is not is_ok
+
+
+def _of_kind(spans: InMemorySpanExporter, kind: SpanKind) -> list[ReadableSpan]:
+    return [span for span in spans.get_finished_spans() if span.kind is kind]
 
 
 async def test_what_a_call_logs_is_json_with_the_id_of_its_trace(

@@ -15,6 +15,7 @@ from telemetry.ledger.queries import reconcile
 from telemetry.ledger.records import NANOSECONDS_PER_HOUR, Verdict
 from telemetry.ledger.session import open_ledger
 from telemetry.prices import fixed_price
+from telemetry.pseudonym import TenantKey
 from telemetry.recording import AuditFinding
 from tests.telemetry.recording_rig import recording_rig
 
@@ -92,6 +93,17 @@ def test_tenants_are_pseudonyms_that_stay_the_same_over_a_restart(tmp_path: Path
     assert len({row.tenant_key for row in rig.requests()}) == 3
     stored = b"".join(path.read_bytes() for path in tmp_path.glob("ledger.db*"))
     assert b"acme" not in stored
+
+
+def test_a_rotated_key_gives_new_pseudonyms_under_its_own_id(tmp_path: Path) -> None:
+    keys = [TenantKey("k1", b"1" * 16), TenantKey("k2", b"2" * 16)]
+    for key in (*keys, keys[1]):
+        with recording_rig(tmp_path, tenant_key=key) as rig:
+            rig.finish(rig.begin("r", tenant="acme"))
+    tenants = {(row.key_id, row.pseudonym) for row in rig.rows(models.Tenant)}
+    assert {key_id for key_id, _ in tenants} == {"k1", "k2"}
+    assert len({pseudonym for _, pseudonym in tenants}) == len(tenants) == 2
+    assert "acme" not in str(tenants)
 
 
 def test_attempts_count_over_a_restart(tmp_path: Path) -> None:
