@@ -6,6 +6,7 @@ is in exports.day_messages. When the other end is gone, it ends at once, whateve
 
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from exports.row_stream import RowStream
 
 def main() -> None:
     """Serve until the other end closes."""
+    # A terminal and a service manager signal the whole group: the export alone decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     connection: Connection[Reply, Opening | DayTask] = Connection(int(sys.argv[1]))
     opening = connection.recv()
     assert isinstance(opening, Opening)  # noqa: S101 - narrows the type

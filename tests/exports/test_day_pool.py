@@ -1,5 +1,6 @@
 """Processes that share the dates: the same bytes from any number, and none outlives its export."""
 
+import signal
 import subprocess
 import sys
 from datetime import UTC, date, datetime, timedelta
@@ -62,5 +63,9 @@ def test_a_process_ends_with_its_export_whatever_it_is_doing(is_busy: bool, tmp_
         while process.cpu_times().user < 0.5 and worker.poll() is None:
             worker_is_reading = ours.poll(0.05)
             assert not worker_is_reading, ours.recv()
+        # What a terminal or a service manager sends to all processes of an export.
+        worker.send_signal(signal.SIGINT)
+        worker.send_signal(signal.SIGTERM)
+        assert not ours.poll(0.2)
     ours.close()
     assert worker.wait(timeout=30) == 0
