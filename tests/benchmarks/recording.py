@@ -17,7 +17,6 @@ from pathlib import Path
 from tests.telemetry.recording_rig import recording_rig
 from tests.telemetry.step_stats import row, step
 
-
 MAX_SHARE = 0.01
 
 
