@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,19 @@ bench-service: $(STAMP) ## what gRPC costs, and 10,000 cancels -> build/bench/se
 
 soak: $(STAMP) ## 20 minutes of recorded arrivals with chaos and constant memory -> build/bench/soak.json
 	$(PY) -m tests.benchmarks.soak
+
+SPECULATORS := build/speculators
+
+$(SPECULATORS)/.installed:
+	@echo "installing the package speculators into $(SPECULATORS), beside our torch"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(SPECULATORS) \
+	  speculators==0.9.0 hs-connectors==0.9.0 'datasets>=4,<5.2' openai distro jiter sniffio loguru dill \
+	  multiprocess xxhash pandas pytz python-dateutil six tzdata aiohttp aiosignal frozenlist multidict \
+	  yarl propcache attrs aiohappyeyeballs
+	@touch $@
+
+test-speculators: $(STAMP) $(SPECULATORS)/.installed ## heads against the package speculators, which is fetched first
+	$(PY) -m pytest -q -m slow tests/engine/test_speculators.py --timeout 600
 
 test-node: $(STAMP) ## a Node client against the server; fetches @grpc/grpc-js with npm
 	cd tests/e2e/node && npm ci --no-audit --no-fund
