@@ -79,6 +79,23 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, H] of a model's input embedding, without gradient."""
+    return _weight_of(model.get_input_embeddings())
+
+
+def output_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, H] of a model's output layer, without gradient; before its layers are packed."""
+    return _weight_of(model.get_output_embeddings())
+
+
+def _weight_of(module: torch.nn.Module | None) -> torch.Tensor:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise UnsupportedModelError(f"{type(module).__name__}: has no weight of token rows")
+    return weight.detach()
+
+
 def load_model(name: str, *, dtype: str, device: str) -> LoadedModel:
     """Load for inference. Raises UnsupportedModelError for what is no causal language model."""
     place = resolve_device(device)

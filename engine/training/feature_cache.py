@@ -160,7 +160,7 @@ class FeatureCache:
         self.rows: list[CachedRow] = []
         self._files: dict[int, Any] = {}
         for index, path in enumerate(sorted(folder.glob("shard-*.safetensors"))):
-            with safe_open(path, "pt") as handle:  # type: ignore[no-untyped-call]
+            with safe_open(path, "pt") as handle:
                 rows = json.loads(handle.metadata()["rows"])
             start = 0
             for row in rows:
@@ -173,7 +173,7 @@ class FeatureCache:
         file = self._files.get(row.shard)
         if file is None:
             path = shard_file(self.folder, row.shard)
-            file = self._files[row.shard] = safe_open(path, "pt")  # type: ignore[no-untyped-call]
+            file = self._files[row.shard] = safe_open(path, "pt")
         stop = row.start + row.num_tokens
 
         def part(name: str) -> torch.Tensor:

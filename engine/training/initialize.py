@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from engine.drafter.head.config import HeadConfig
 from engine.drafter.head.model import Eagle3Head
 from engine.drafter.head.tap import default_captured_layers
+from engine.loader import embedding_weight, output_weight
 from engine.training.errors import TrainingError
 
 _STANDARD_DEVIATION = 0.02
@@ -68,8 +69,8 @@ def fresh_head(
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
-        head.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight[token_ids])
+        head.embed_tokens.weight.copy_(embedding_weight(target))
+        head.lm_head.weight.copy_(output_weight(target)[token_ids])
         last_norm = getattr(target.base_model, "norm", None)
         if last_norm is not None and last_norm.weight.shape == head.norm.weight.shape:
             head.norm.weight.copy_(last_norm.weight)

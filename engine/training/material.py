@@ -12,6 +12,7 @@ import torch
 
 from engine.drafter.head.files import load_head
 from engine.drafter.head.model import Eagle3Head
+from engine.loader import output_weight
 from engine.training.conversations import is_held_out
 from engine.training.errors import TrainingError
 from engine.training.evaluation import ConversationScore, score_conversations
@@ -42,8 +43,7 @@ def held_out(
 
 def make_teacher(run: Run, head: Eagle3Head) -> Teacher:
     token_ids = head.draft_token_ids
-    weight = run.target.model.get_output_embeddings().weight.detach()
-    return Teacher(weight[token_ids].contiguous(), token_ids)
+    return Teacher(output_weight(run.target.model)[token_ids].contiguous(), token_ids)
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def _ask_target(
         packed = pack(conversation.token_ids[: max(contexts) + 1].tolist(), contexts, paths)
         found = states_of(model, packed)
         used = torch.tensor(packed.places).flatten()  # [m * S * K]
-        needed, place = used.unique(return_inverse=True)
+        needed, place = torch.unique(used, return_inverse=True)
         logits = output_layer(found[needed]).float()
         normalizer = torch.logsumexp(logits, dim=-1)
         wanted = torch.tensor(paths).flatten()

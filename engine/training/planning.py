@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.config import EngineConfig, SpeculationConfig
 from engine.engine import Engine
+from engine.loader import output_weight
 from engine.training.capture import Capturer
 from engine.training.data_stage import answer_probe
 from engine.training.distillation import Distillation
@@ -77,7 +78,7 @@ def _train_rate(run: Run, features: list[Any], size: int) -> float:
     model = run.target.model
     config = head_config(model, "plan", HeadShape(size, run.captured_layers))
     head = fresh_head(config, model, list(range(config.draft_vocab_size)), seed=0)
-    weight = model.get_output_embeddings().weight.detach()
+    weight = output_weight(model)
     teacher = Teacher(weight[head.draft_token_ids].contiguous(), head.draft_token_ids)
     dtype = None if model.dtype.itemsize == 4 else model.dtype
     objective = find_objective(run.recipe.distill.objective)

@@ -32,9 +32,8 @@ def encode_chat(
 ) -> list[int]:
     """The tokens of a conversation up to where the assistant speaks."""
     encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-    if not isinstance(encoded, list):
-        encoded = encoded["input_ids"]
-    return [int(token_id) for token_id in encoded]
+    token_ids: Any = encoded if isinstance(encoded, list) else encoded["input_ids"]  # type: ignore[index]
+    return [int(token_id) for token_id in token_ids]
 
 
 def jsonl_prompts(

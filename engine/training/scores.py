@@ -62,7 +62,7 @@ def score(
     steps = torch.arange(len(outputs)).unsqueeze(1)
     is_valid = steps < limits
     teacher_rows = (rows + steps).clamp(max=len(batch.last) - 1)  # [K, M]
-    cross_entropy, overlap, is_match, confidence = _Scores.apply(
+    cross_entropy, overlap, is_match, confidence = _Scores.apply(  # type: ignore[no-untyped-call]
         states,
         output_weight,
         batch.last,
@@ -107,7 +107,7 @@ class _Scores(torch.autograd.Function):
         weight = output_weight.to(states.dtype)
         for start in range(0, num_anchors, _CHUNK):
             part = slice(start, min(start + _CHUNK, num_anchors))
-            needed, place = teacher_rows[:, part].unique(return_inverse=True)
+            needed, place = torch.unique(teacher_rows[:, part], return_inverse=True)
             logits = torch.matmul(last[needed], teacher_weight.t()).float()
             probs_of_rows = torch.exp(logits - log_normalizer[needed].unsqueeze(1))  # [U, Vd]
             for step in range(num_steps):

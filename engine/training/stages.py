@@ -6,6 +6,7 @@ RUN/variational, RUN/control-OBJECTIVE         from the distilled head
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from engine.training.distillation import Distillation
@@ -57,31 +58,28 @@ def distill(run: Run) -> Path:
     """Distillation, then a shorter finish with an objective that knows of acceptance."""
     recipe = run.recipe.distill
     num_finish = int(recipe.num_steps * recipe.finish_share)
-    common = {
-        "batch_tokens": recipe.batch_tokens,
-        "batches_per_step": recipe.batches_per_step,
-        "num_draft_steps": run.recipe.head.num_draft_tokens,
-        "num_drafts_served": run.recipe.head.num_draft_tokens,
-        "evaluate_every": recipe.evaluate_every,
-        "has_prompt_anchors": recipe.has_prompt_anchors,
-    }
     settings = TrainSettings(
         num_steps=recipe.num_steps - num_finish,
         objective=recipe.objective,
         learning_rate=recipe.learning_rate,
         seed=recipe.seed,
-        **common,
+        batch_tokens=recipe.batch_tokens,
+        batches_per_step=recipe.batches_per_step,
+        num_draft_steps=run.recipe.head.num_draft_tokens,
+        num_drafts_served=run.recipe.head.num_draft_tokens,
+        evaluate_every=recipe.evaluate_every,
+        has_prompt_anchors=recipe.has_prompt_anchors,
     )
     minutes = recipe.max_minutes
     best = train(make_material(run), "distill", settings, minutes * (1 - recipe.finish_share))
     if not num_finish:
         return best
-    finish = TrainSettings(
+    finish = replace(
+        settings,
         num_steps=num_finish,
         objective=recipe.finish_objective,
         learning_rate=recipe.learning_rate / 2,
         seed=recipe.seed + 1,
-        **common,
     )
     material = make_material(run, best)
     return train(material, "distill-finish", finish, minutes * recipe.finish_share)

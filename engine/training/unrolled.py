@@ -149,23 +149,25 @@ class _UnrolledAttention:
         num_rows, num_anchors, num_heads, size = query.shape
         num_kv_heads = key.shape[2]
         fold = num_heads // num_kv_heads
-        grouped = query.unflatten(2, (num_kv_heads, fold))  # [B, A, Hkv, G, D]
+        # [B, A, Hkv, G, D]
+        grouped = query.view(num_rows, num_anchors, num_kv_heads, fold, size)
         folded = grouped.permute(0, 2, 3, 1, 4).reshape(
             num_rows, num_kv_heads, fold * num_anchors, size
         )
-        scores = torch.matmul(folded, self._keys.transpose(2, 3)).unflatten(2, (fold, num_anchors))
-        scores = scores.float() * size**-0.5 + self._bias[:, None, None]  # [B, Hkv, G, A, T]
+        length = self._keys.shape[2]
+        scores = torch.matmul(folded, self._keys.transpose(2, 3))
+        scores = scores.view(num_rows, num_kv_heads, fold, num_anchors, length)
+        scores = scores.float() * size**-0.5 + self._bias[:, None, None]
         own = [
             (grouped * step_key.unsqueeze(3)).sum(-1).permute(0, 2, 3, 1).float() * size**-0.5
             for step_key in self._step_keys
         ]  # [B, Hkv, G, A] each
         weights = F.softmax(torch.cat([scores, *(o.unsqueeze(-1) for o in own)], dim=-1), dim=-1)
         weights = weights.to(value.dtype)
-        length = self._keys.shape[2]
-        attended = torch.matmul(weights[..., :length].flatten(2, 3), self._values).unflatten(
-            2, (fold, num_anchors)
-        )  # [B, Hkv, G, A, D]
+        attended = torch.matmul(weights[..., :length].flatten(2, 3), self._values)
+        attended = attended.view(num_rows, num_kv_heads, fold, num_anchors, size)
         for step, step_value in enumerate(self._step_values):
             share = weights[..., length + step].unsqueeze(-1)  # [B, Hkv, G, A, 1]
             attended = attended + share * step_value.permute(0, 2, 1, 3).unsqueeze(2)
-        return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, A, num_heads, D]
+        joined: torch.Tensor = attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return joined  # [B, A, num_heads, D]

@@ -125,7 +125,7 @@ class VariationalTrainer:
         loss, report = self._maximisation(paths, generator)
         penalty = _confidence_loss(scores)
         total = loss + recipe.kl_weight * teacher_loss + recipe.confidence_weight * penalty
-        total.backward()
+        torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._status.line(

@@ -21,7 +21,7 @@ from engine.drafter.head.tap import HiddenStateTap
 from engine.kv_cache import KVCache
 from engine.kv_storage import KVCacheShape
 from engine.layout.plan import INVARIANT_PADDING, PACKED_PADDING, ForwardRow
-from engine.loader import LoadedModel
+from engine.loader import LoadedModel, embedding_weight
 from engine.packed_linear import can_pack, is_all_packed, pack_linears
 from engine.row_cache import RowCache
 from engine.sampler import Sampler
@@ -77,9 +77,9 @@ def _load(folder: str, target: LoadedModel) -> Eagle3Head:
     model = target.model
     head = load_head(Path(folder), model, target_fingerprint=target.fingerprint)
     head.to(device=model.device, dtype=model.dtype)
-    weight = model.get_input_embeddings().weight
+    weight = embedding_weight(model)
     if torch.equal(head.embed_tokens.weight, weight):
-        head.embed_tokens.weight = weight  # one copy in memory
+        head.embed_tokens.weight.data = weight  # one copy in memory
     return head
 
 

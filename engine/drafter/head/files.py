@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from engine.drafter.head.config import HeadConfig, HeadFormatError
 from engine.drafter.head.model import Eagle3Head
+from engine.loader import embedding_weight, output_weight
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -159,11 +160,10 @@ def _complete(
         state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
         state["t2d"][token_ids] = True
     if "embed_tokens.weight" not in state and target is not None:
-        weight = target.get_input_embeddings().weight
-        state["embed_tokens.weight"] = weight.detach().float().cpu()
+        state["embed_tokens.weight"] = embedding_weight(target).float().cpu()
     if "lm_head.weight" not in state and target is not None and read_card(folder).get("is_slim"):
-        weight = target.get_output_embeddings().weight
-        state["lm_head.weight"] = weight.detach()[token_ids.to(weight.device)].float().cpu()
+        weight = output_weight(target)
+        state["lm_head.weight"] = weight[token_ids.to(weight.device)].float().cpu()
 
 
 def _check_vocabulary(head: Eagle3Head, path: Path) -> None:

@@ -153,6 +153,12 @@ class Eagle3Head(nn.Module):
         )
 
     @property
+    def _layer(self) -> _Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, _Layer)  # noqa: S101 - for the type checker
+        return layer
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
@@ -200,7 +206,7 @@ class Eagle3Head(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what the output layer reads, what the next step takes), each [..., T, H]."""
         embeddings = self.embed_tokens(token_ids).to(states.dtype)
-        states = self.layers[0](embeddings, states, rotation, attend)
+        states = self._layer(embeddings, states, rotation, attend)
         normed = self.norm(states)
         return normed, normed if self.config.norm_output else states
 
@@ -212,5 +218,4 @@ class Eagle3Head(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value [..., T, num_kv_heads, D] of positions whose prediction is not wanted."""
         embeddings = self.embed_tokens(token_ids).to(states.dtype)
-        key, value = self.layers[0].keys(embeddings, states, rotation)
-        return key, value
+        return self._layer.keys(embeddings, states, rotation)
