@@ -1,0 +1,208 @@
+"""The comparison is fair by construction: same tokens, same limits, ratios within a round."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.peers import Comparison, percentiles, report, summary
+from tests.benchmarks.peers_jobs import Job, RefusedError, Served
+from tests.benchmarks.peers_plot import plot
+from tests.benchmarks.peers_process import PeerProcess
+from tests.benchmarks.peers_tandem import Tandem
+from tests.benchmarks.peers_transformers import ContinuousBatching, Generate
+from tests.benchmarks.peers_workloads import Effort, Workload, Workloads
+from tests.tiny import save_tiny_model
+
+PROMPTS = ((5, 6, 7, 8) * 3, (9, 10, 11), (12, 13, 14, 15, 16) * 2)
+LENGTHS = (9, 4, 6)
+TENANTS = ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def generate(folder: str) -> Generate:
+    return Generate(folder, "float32", 4)
+
+
+def job(num_rows: int, mode: str = "plain", arrivals: tuple[float, ...] | None = None) -> Job:
+    return Job(mode, num_rows, PROMPTS, LENGTHS, TENANTS, arrivals)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_all_peers_give_the_tokens_of_generate_and_as_many_as_asked(
+    folder: str, generate: Generate, num_rows: int
+) -> None:
+    expected = [request.token_ids for request in generate.run(job(1))]
+    assert tuple(map(len, expected)) == LENGTHS
+    tandem = Tandem(folder, "float32", 2)
+    for mode in ("plain", "speculative"):
+        assert [r.token_ids for r in tandem.run(job(num_rows, mode))] == expected
+    assert [r.token_ids for r in generate.run(job(num_rows))] == expected
+
+
+def test_times_follow_the_order_of_what_happened(folder: str, generate: Generate) -> None:
+    arrivals = (0.0, 0.2, 0.4)
+    for peer in (generate, Tandem(folder, "float32", 2)):
+        for served, arrived_at in zip(peer.run(job(2, arrivals=arrivals)), arrivals, strict=True):
+            assert served.sent_at == arrived_at  # waiting for a place counts
+            assert arrived_at <= served.first_at <= served.finished_at
+
+
+def test_assisted_generation_of_batches_and_speculation_in_batching_are_refused(
+    generate: Generate,
+) -> None:
+    with pytest.raises(RefusedError, match="one row"):
+        generate.run(job(2, "speculative"))
+    assert len(generate.run(job(1, "speculative"))) == 3
+    with pytest.raises(RefusedError, match="does not speculate"):
+        ContinuousBatching.run(object.__new__(ContinuousBatching), job(1, "speculative"))
+
+
+def test_a_peer_that_cannot_start_reports_why(tmp_path: Path) -> None:
+    process = PeerProcess("transformers_generate", str(tmp_path / "nowhere"), "float32", 1, 1)
+    assert process.refusal
+    assert process.ask(job(1)) == process.refusal
+
+
+@pytest.mark.parametrize(
+    "arrivals", [(0.0, 0.0), (0.0, 2.0, 1.0)], ids=["one missing", "not ascending"]
+)
+def test_jobs_that_make_no_sense_are_refused(arrivals: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="arrivals"):
+        job(1, arrivals=arrivals)
+    with pytest.raises(ValueError, match="one entry per request"):
+        Job("plain", 1, PROMPTS, LENGTHS[:2], TENANTS)
+
+
+def test_a_job_survives_its_journey_as_json() -> None:
+    sent = job(2, arrivals=(0.0, 1.0, 1.5))
+    assert Job.from_json(sent.to_json()) == sent
+
+
+class ScriptedProcess:
+    """Answers with tokens at a scripted speed per mode and job."""
+
+    peak_bytes = 7
+
+    def __init__(self, seconds: Callable[[Job, int], float], *, refuses: str = "") -> None:
+        self._seconds, self._refuses, self.asked = seconds, refuses, []
+
+    def ask(self, asked: Job) -> list[Served] | str:
+        self.asked.append(asked)
+        if asked.mode == self._refuses:
+            return "will not"
+        seconds = self._seconds(asked, len(self.asked))
+        return [Served((1,) * n, 0.0, seconds / 2, seconds) for n in asked.max_tokens]
+
+
+def contenders() -> list[tuple[str, str, str]]:
+    return [
+        ("tandem_plain", "tandem", "plain"),
+        ("tandem_speculative", "tandem", "speculative"),
+        ("transformers_generate", "generate", "plain"),
+        ("transformers_assisted", "generate", "speculative"),
+    ]
+
+
+def compared(rounds: int) -> tuple[Comparison, Any, Any]:
+    # The machine gets slower and slower; ratios within a round do not care.
+    ours = ScriptedProcess(lambda j, n: n * (0.5 if j.mode == "speculative" else 1.0))
+    theirs = ScriptedProcess(lambda j, n: 4.0 * n, refuses="speculative")
+    comparison = Comparison({"tandem": ours, "generate": theirs}, contenders())  # type: ignore[dict-item]
+    comparison.run(Workload("spec_bench", 2, (job(2), job(2))), rounds)
+    return comparison, ours, theirs
+
+
+def test_ratios_are_taken_within_a_round_and_the_warm_up_is_not_counted() -> None:
+    comparison, ours, _ = compared(rounds=3)
+    runs = comparison.runs["spec_bench@2"]
+    assert {name: len(found) for name, found in runs.items()} == {
+        "tandem_plain": 3,
+        "tandem_speculative": 3,
+        "transformers_generate": 3,
+    }
+    assert len(ours.asked) == 2 * 2 * 4
+    assert len({asked.tenants for asked in ours.asked if asked.mode == "plain"}) == 4
+    result = report(comparison, [2, 8])
+    assert result["best_torch_peer"] == {"2": "transformers_generate"}
+    assert set(result["plain_over_best_torch_peer"]) == {"2"}
+    own = [run["tokens_per_second"] for run in runs["tandem_plain"]]
+    rival = [run["tokens_per_second"] for run in runs["transformers_generate"]]
+    ratios = sorted(a / b for a, b in zip(own, rival, strict=True))
+    assert result["plain_over_best_torch_peer"]["2"]["median"] == pytest.approx(ratios[1], abs=1e-4)
+    assert result["speculative_over_plain"]["2"]["spec_bench"]["median"] > 1
+
+
+def test_a_refusal_is_reported_once_with_its_reason_and_asked_no_more() -> None:
+    comparison, _, theirs = compared(rounds=2)
+    assert comparison.refused == {"transformers_assisted spec_bench@2": "will not"}
+    assert sum(asked.mode == "speculative" for asked in theirs.asked) == 1
+
+
+def test_tokens_that_differ_from_our_plain_run_are_counted() -> None:
+    comparison, _, _ = compared(rounds=1)
+    assert comparison.identical()["transformers_generate"] == 1
+    tokens = comparison._tokens["spec_bench@2"]["transformers_generate"]
+    tokens[0] = (2, *tokens[0][1:])
+    assert comparison.identical()["transformers_generate"] == pytest.approx(5 / 6, abs=1e-4)
+
+
+def test_figures_of_a_run() -> None:
+    served = [Served((1,) * 5, 0.0, 1.0, 3.0), Served((1,), 0.5, 4.0, 4.0)]
+    found = summary(served, 4.0)
+    assert found["tokens_per_second"] == 1.5
+    assert found["tpot_seconds"] == {"p50": 0.5, "p99": 0.5}  # one token has no gaps
+    assert found["ttft_seconds"] == {"p50": 1.0, "p99": 3.5}
+    assert percentiles(range(1, 201)) == {"p50": 100, "p99": 198}
+
+
+def workloads(effort: Effort) -> Workloads:
+    prompts = [
+        (category, f"{category} number {n} " + "word " * (90 if category == "summarization" else n))
+        for category in ("qa", "math", "summarization")
+        for n in range(6)
+    ]
+    return Workloads(lambda text: [ord(c) for c in text], prompts, effort)
+
+
+def test_workloads_have_the_lengths_asked_for_and_agents_a_growing_prefix() -> None:
+    effort = Effort((1, 4), 2, (8, 4), 60, 90, 5, 1, categories=True)
+    made = workloads(effort)
+    closed = made.closed()
+    assert {w.name for w in closed} == {
+        "spec_bench", "summary", "code", "agent", "spec_bench/qa", "spec_bench/math",
+    }  # fmt: skip
+    for workload in closed:
+        for item in workload.jobs:
+            assert item.num_rows == workload.num_rows
+            assert item.max_tokens[:2] == ((8, 4) if len(item.prompts) > 1 else (8,))
+            longest = max(map(len, item.prompts))
+            assert longest <= (90 if workload.name in ("summary", "code") else 180)
+    (agent,) = [w for w in closed if w.name == "agent" and w.num_rows == 4]
+    for before, after in zip(agent.jobs, agent.jobs[1:], strict=False):
+        assert before.tenants == after.tenants
+        for short, long in zip(before.prompts, after.prompts, strict=True):
+            assert long[: len(short)] == short
+            assert len(long) > len(short)
+
+
+def test_open_loop_arrivals_have_the_rate_asked_for() -> None:
+    effort = Effort((4,), 2, (8, 4), 60, 90, 400, 1, categories=False)
+    (item,) = workloads(effort).open(5.0, 4).jobs
+    assert item.arrivals is not None
+    assert len(item.arrivals) == len(item.prompts) == 400
+    assert item.arrivals[0] == 0
+    assert 400 / item.arrivals[-1] == pytest.approx(5.0, rel=0.6)
+
+
+def test_the_plot_is_drawn_from_the_report(tmp_path: Path) -> None:
+    comparison, _, _ = compared(rounds=1)
+    result = report(comparison, [2]) | {"dtype": "float32", "threads": 1}
+    plot(result, tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
