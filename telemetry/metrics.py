@@ -16,7 +16,7 @@ from telemetry.names import MetricSpec, create_instrument
 
 OTHER = "other"
 MAX_VALUES = 16
-SAMPLED_ROWS = 4  # per step, of the histograms that have a value for each row
+SAMPLED_ROWS = 2  # per step, of the histograms that have a value for each row
 NANO_USD_PER_USD = 1e9
 
 
