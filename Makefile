@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-peers bench-layouts bench-equivalence check format protos protos-check protos-baseline constraints
+.PHONY: help test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-peers bench-layouts bench-equivalence test-audit check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-service: $(STAMP) ## what gRPC costs, and 10,000 cancels -> build/bench/se
 
 soak: $(STAMP) ## 20 minutes of recorded arrivals with chaos and constant memory -> build/bench/soak.json
 	$(PY) -m tests.benchmarks.soak
+
+test-audit: $(STAMP) ## 10,000 requests in float32 and in bfloat16: the auditor accuses none
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -s -m slow tests/engine/test_audit_many.py
 
 SPECULATORS := build/speculators
 

@@ -166,7 +166,8 @@ class Auditor:
         """(index, expected token, margin) of every emitted token that is not the target's choice.
 
         Under the rejection rule any token of the target's distribution may be emitted: a mismatch
-        is one that has no probability there, with an infinite margin.
+        is one that has no probability there, with an infinite margin; see `_at_the_edge` for those
+        that a filter would let pass if rounding had fallen otherwise.
         """
         found: list[tuple[int, int, float]] = []
         emitted = job.output_token_ids
@@ -185,14 +186,51 @@ class Auditor:
                 chosen = scores.gather(1, index).squeeze(1)
                 best, expected = scores.max(dim=1)
                 is_wrong = expected != index.squeeze(1)
-            margins = (best - chosen).tolist()
-            for offset in is_wrong.nonzero().flatten().tolist():
-                found.append((start + offset, int(expected[offset]), margins[offset]))
+            wrong = is_wrong.nonzero().flatten()
+            if len(wrong):
+                margins = best - chosen
+                edge = self._at_the_edge(job, logits[start:], row, wrong, index, expected)
+                margins[wrong] = torch.where(edge.isnan(), margins[wrong], edge)
+                for offset in wrong.tolist():
+                    found.append((start + offset, int(expected[offset]), margins[offset].item()))
             if history is not None:
                 history.append(chunk)
             if grammar is not None:
                 grammar.commit(chunk)
         return found
+
+    def _at_the_edge(
+        self,
+        job: AuditJob,
+        logits: torch.Tensor,  # [n, V], n at least the row's positions
+        row: RowSampling,
+        wrong: torch.Tensor,  # [M] offsets of mismatches
+        emitted: torch.Tensor,  # [positions, 1]
+        expected: torch.Tensor,  # [positions]
+    ) -> torch.Tensor:
+        """[M] margins of mismatches that hang on a filter (top_k, top_p, ...), NaN of the others.
+
+        A filter keeps or drops a token as a whole, so a difference in the last bits may turn
+        certainty into nothing. Whether that happened is seen by moving the emitted token up and
+        the expected one down by epsilon: if that changes which of the two the filters keep, the
+        margin is that between the moved ones.
+        """
+        nudged = logits[: row.num_positions].clone()
+        chosen = emitted.squeeze(1)[wrong]
+        before = self._sampler.process(nudged.clone(), [row])[wrong]
+        nudged[wrong, chosen] += self.epsilon
+        nudged[wrong, expected[wrong]] -= self.epsilon
+        scores = self._sampler.process(nudged, [row])
+        if not _draws_by_rejection(job.request):
+            scores += self._sampler.noise([(row, Stream.TARGET)])
+        scores = scores[wrong]
+        each = torch.arange(len(wrong), device=scores.device)
+        is_let_in = before[each, chosen].isinf() & scores[each, chosen].isfinite()
+        is_left_out = scores[each, expected[wrong]].isinf() & scores[each, chosen].isfinite()
+        margins = scores.max(dim=1).values - scores[each, chosen]
+        if _draws_by_rejection(job.request):
+            margins = torch.zeros_like(margins)  # kept is all that this rule asks of a token
+        return torch.where(is_let_in | is_left_out, margins, torch.full_like(margins, torch.nan))
 
     def _row(
         self,

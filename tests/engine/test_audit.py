@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import model_runner
-from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
+from engine.audit import AuditFinding, AuditJob, Auditor, AuditQueue, AuditVerdict
 from engine.breaker import BreakerState, SpeculationBreaker
 from engine.config import AuditConfig
 from engine.engine import Engine
@@ -91,6 +91,41 @@ def test_sound_requests_of_every_kind_are_exact_or_explained_ties(dtype: str) ->
     num_exact = sum(f.verdict is AuditVerdict.EXACT for f in found.values())
     assert num_exact >= 0.9 * len(found)
     assert engine.breaker.num_trips == 0
+
+
+@cache
+def edge_auditor() -> Auditor:
+    auditor = tiny_engine(max_num_rows=1)._parts.auditor
+    auditor._epsilon, auditor._is_bit_exact = 0.01, False
+    return auditor
+
+
+def edge_finding(below: float, sampling: SamplingParams, emitted: int, swap: bool = False):  # type: ignore[no-untyped-def]
+    """The audit of one token where top_k = 2 keeps tokens 5 and 6, and 7 misses it by `below`."""
+    auditor = edge_auditor()
+    logits = torch.full((1, 320), -10.0)
+    logits[0, [5, 6, 7]] = torch.tensor([3.0, 2.0, 2.0 - below])
+    if swap:
+        logits[0, [6, 7]] = logits[0, [7, 6]]
+    auditor._runner.logits_by_own_attention = lambda token_ids, first: logits.clone()
+    return auditor.audit(AuditJob(request("a", [9], sampling=sampling), (emitted,), ()))
+
+
+def test_a_token_at_the_edge_of_a_filter_is_a_tie_and_one_beyond_it_is_not() -> None:
+    by_rejection = SamplingParams(
+        temperature=1, top_k=2, seed=1, acceptance_rule=AcceptanceRule.REJECTION
+    )
+    assert edge_finding(0.005, by_rejection, 7).verdict is AuditVerdict.NUMERIC_TIE
+    assert edge_finding(0.1, by_rejection, 7).verdict is AuditVerdict.DIVERGENCE
+    # Coupled: some seeds draw 7 as soon as it is kept instead of 6, the others draw 5 anyway.
+    found, swapped = set(), set()
+    for seed in range(40):
+        coupled = SamplingParams(temperature=1, top_k=2, seed=seed)
+        assert edge_finding(0.1, coupled, 7).verdict is AuditVerdict.DIVERGENCE
+        found.add(edge_finding(0.005, coupled, 7).verdict)
+        # The other way round: 7 is kept by the target and 6 by what emitted the token.
+        swapped.add(edge_finding(0.005, coupled, 6, swap=True).verdict)
+    assert found == swapped == {AuditVerdict.NUMERIC_TIE, AuditVerdict.DIVERGENCE}
 
 
 def shift_positions(plan):  # type: ignore[no-untyped-def]
