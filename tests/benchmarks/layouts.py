@@ -52,7 +52,7 @@ class Effort:
     rounds: int
 
 
-QUICK = Effort(2, 12, 64, 60, (4,), 2)
+QUICK = Effort(2, 8, 64, 40, (4,), 2)
 FULL = Effort(4, 64, 256, 200, ROWS, 5)
 
 
@@ -76,25 +76,29 @@ class Run:
 
 
 class Bench:
-    """One engine per layout, made once; B is a limit on the requests handed to it at a time."""
+    """One engine per layout, made when first needed; B limits the requests it has at a time."""
 
     def __init__(self, dtype: str, clock: Callable[[], float], effort: Effort) -> None:
         self.clock = clock
         self.effort = effort
         self._num_batches = 0
-        self.engines: dict[str, Engine] = {}
-        for layout in LAYOUTS:
-            self.engines[layout] = make_engine(
-                dtype,
+        self._dtype = dtype
+        self._engines: dict[str, Engine] = {}
+        ragged = self.engine("ragged")
+        encoded = [chat_token_ids(ragged, prompt) for _, prompt in spec_bench_prompts()]
+        self.prompts = [ids for ids in encoded if len(ids) <= effort.longest_prompt]
+
+    def engine(self, layout: str) -> Engine:
+        if layout not in self._engines:
+            self._engines[layout] = make_engine(
+                self._dtype,
                 POOL_OVER_GROUP * max(ROWS),
                 layout=layout,
                 max_model_tokens=512,
                 max_step_tokens=256,
                 cost_table_folder=str(BUILD / "cost-tables"),
             )
-        engine = self.engines["ragged"]
-        encoded = [chat_token_ids(engine, prompt) for _, prompt in spec_bench_prompts()]
-        self.prompts = [ids for ids in encoded if len(ids) <= effort.longest_prompt]
+        return self._engines[layout]
 
     def requests(self, count: int, mode: str = "auto") -> list[GenerationRequest]:
         self._num_batches += 1  # no run finds prompts of one before it in a cache
@@ -118,7 +122,7 @@ class Bench:
         arrivals: Sequence[float] | None = None,
     ) -> Run:
         """All requests, at most num_rows at a time (twice as many in the pool of groups)."""
-        engine = self.engines[layout]
+        engine = self.engine(layout)
         scheduler, runner = engine._scheduler, engine._verifier.runner
         if layout == "grouped":
             scheduler.group_rows = num_rows
