@@ -16,7 +16,7 @@ from engine.request import FinishReason
 from engine.stats import ModelInfo, StepStats
 from service import errors
 from service.admission import Admission, AdmissionLimits
-from service.audits import recorded
+from service.audits import keep, recorded
 from service.calls import OpenCalls
 from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
 from service.experiments.live import LiveExperiments, no_experiments
@@ -71,6 +71,7 @@ class Server:
         self._model_name = model_name
         self._serving: Serving | None = None
         self._recording: Recording | None = None
+        self._info: ModelInfo | None = None
         self._is_draining = False
         self.failed = asyncio.Event()
         self._open_calls = OpenCalls()
@@ -130,7 +131,7 @@ class Server:
     async def load(self) -> None:
         """Load and warm the engine, then serve. Raises what loading raises."""
         tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)
-        info = await self._engine.start()
+        info = self._info = await self._engine.start()
         self._parts.experiments.open(info.drafters)
         self._recording = self._parts.open_recording(info)
         self._serving = Serving(
@@ -221,6 +222,8 @@ class Server:
             self._recording.on_step(stats)
 
     def _record_audit(self, finding: "AuditFinding") -> None:
+        if self._settings.audit_cases is not None and self._info is not None:
+            keep(finding, self._info, self._settings.audit_cases.expanduser())
         if self._recording is not None:
             variant = self._parts.experiments.variant_of(finding.request_id)
             self._recording.on_audit(recorded(finding, variant))

@@ -16,6 +16,7 @@ _COMMANDS = {  # name -> module and its typer app, or function
     "report": ("service.cli_report", "report"),
     "powerbi": ("service.cli_powerbi", "app"),
     "ledger": ("service.cli_ledger", "app"),
+    "audit": ("service.cli_audit", "app"),
     "drafter": ("service.cli_drafter", "app"),
     "experiment": ("service.cli_experiment", "app"),
     "train": ("service.cli_train", "app"),

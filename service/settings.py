@@ -46,6 +46,7 @@ class ServiceSettings(BaseSettings):
     head: str = SHIPPED_HEAD  # or a folder; used by the drafter "head"
     max_draft_tokens: int = Field(default=4, ge=0, le=64)
     audit_share: float = Field(default=0.01, ge=0, le=1)  # of finished requests, in idle time
+    audit_cases: Path | None = None  # a folder that keeps what diverged, prompts included
     heads: tuple[str, ...] = ()  # of the registry, NAME or NAME@VERSION: drafters "head:NAME"
     registry: Path | None = None  # None: under `home`
     experiment_file: Path | None = None  # read again on SIGHUP
