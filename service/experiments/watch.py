@@ -64,7 +64,7 @@ class ExperimentWatch:
         try:
             decisions = await asyncio.to_thread(self._judge, running, now)
         except SQLAlchemyError as error:
-            _log.warning("the experiment was not looked at: %s", error)
+            _log.warning("the experiment was not looked at: %s", getattr(error, "orig", error))
             if self._ledger is not None:
                 self._ledger.dispose()  # its connections may be to what is no longer there
             return {}
