@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-peers bench-layouts bench-equivalence test-audit check format protos protos-check protos-baseline constraints
+.PHONY: help test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-gpu bench-peers bench-layouts bench-equivalence test-audit check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench-limits: $(STAMP) ## each phase against the memory's and the processor's li
 
 bench-peers: $(STAMP) ## against transformers, in turn -> build/bench/peers.json, peers.png (PEERS=--quick: minutes)
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.peers $(PEERS)
+
+bench-gpu: $(STAMP) ## on CUDA, under eight minutes: equality, host syncs, ratios, limits -> build/bench/gpu.json
+	PYTHON=$(PY) sh tests/benchmarks/gpu.sh
 
 bench-layouts: $(STAMP) ## what each layout costs, and latency under arrivals -> build/bench/layouts.json, layouts.png
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.layouts

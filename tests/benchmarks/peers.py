@@ -110,7 +110,8 @@ class Comparison:
         print(f"{key:20} {name:22} {figures['tokens_per_second']:8.1f} tokens/s", flush=True)
 
     def rate(self, key: str, name: str) -> float:
-        return statistics.median(r["tokens_per_second"] for r in self.runs[key][name])
+        """Median tokens/s."""
+        return statistics.median([float(r["tokens_per_second"]) for r in self.runs[key][name]])
 
     def ratios(self, key: str, above: str, below: Sequence[str]) -> list[float]:
         """Per round, tokens/s of `above` over the fastest of `below` that ran."""
@@ -136,7 +137,9 @@ class Comparison:
 
 def report(comparison: Comparison, batch_sizes: Sequence[int]) -> dict[str, Any]:
     """The ratios that are quoted, out of every raw figure."""
-    over_best, best, over_plain = {}, {}, {}
+    over_best: dict[str, dict[str, float]] = {}
+    best: dict[str, str] = {}
+    over_plain: dict[str, dict[str, dict[str, float]]] = {}
     for size in batch_sizes:
         key = f"spec_bench@{size}"
         if found := comparison.ratios(key, PLAIN, TORCH_PEERS):
@@ -149,8 +152,8 @@ def report(comparison: Comparison, batch_sizes: Sequence[int]) -> dict[str, Any]
             best[str(size)] = max(rates, key=rates.__getitem__)
     for key in comparison.runs:
         if found := comparison.ratios(key, SPECULATIVE, [PLAIN]):
-            workload, _, size = key.partition("@")
-            over_plain.setdefault(size, {})[workload] = spread(found)
+            workload, _, num_rows = key.partition("@")
+            over_plain.setdefault(num_rows, {})[workload] = spread(found)
     return {
         "plain_over_best_torch_peer": over_best,
         "best_torch_peer": best,
