@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteria,
+)
 
 from tests.benchmarks.peers_jobs import Job, RefusedError, Served
 
 _NUM_LOOKUP_TOKENS = 4
 _RESULT_TIMEOUT_SECONDS = 120
+_PAGE_TOKENS, _MAX_MODEL_TOKENS, _MAX_STEP_TOKENS = 256, 2560, 512
 
 
 class TokenTimes(StoppingCriteria):
@@ -103,14 +109,26 @@ class ContinuousBatching:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
-        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        self._manager = model.init_continuous_batching(generation_config=config)
+        # Left to itself the manager takes more than half of the machine's free memory.
+        blocks_per_row = -(-_MAX_MODEL_TOKENS // _PAGE_TOKENS)
+        self._manager = model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=_PAGE_TOKENS,
+                num_blocks=max_num_rows * blocks_per_row,
+                max_batch_tokens=_MAX_STEP_TOKENS,
+            ),
+        )
         self._manager.start()
         self._num_jobs = 0
 
     @staticmethod
     def versions() -> dict[str, str]:
         return Generate.versions()
+
+    def close(self) -> None:
+        """End the manager's thread."""
+        self._manager.stop(block=True)
 
     def run(self, job: Job) -> list[Served]:
         if job.mode == "speculative":

@@ -34,10 +34,16 @@ def answer(peer: Any, line: str) -> dict[str, Any]:
         served = peer.run(Job.from_json(json.loads(line)))
     except RefusedError as reason:
         return {"refused": str(reason)}
+    except Exception as error:  # a peer that breaks is reported; the others go on
+        return {"refused": _reason(error)}
     return {
         "served": [asdict(request) for request in served],
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def main() -> None:
@@ -48,8 +54,7 @@ def main() -> None:
     try:
         peer = make_peer(kind, folder, dtype, int(max_num_rows), int(num_threads))
     except Exception as error:  # whatever keeps a peer from starting is what is to be reported
-        reason = (str(error).strip().splitlines() or [""])[0]
-        print(json.dumps({"refused": f"{type(error).__name__}: {reason}"}), file=pipe)
+        print(json.dumps({"refused": _reason(error)}), file=pipe)
         return
     print(json.dumps({"versions": peer.versions()}), file=pipe)
     for line in sys.stdin:

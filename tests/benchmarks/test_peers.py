@@ -1,5 +1,6 @@
 """The comparison is fair by construction: same tokens, same limits, ratios within a round."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.benchmarks.peers_plot import plot
 from tests.benchmarks.peers_process import PeerProcess
 from tests.benchmarks.peers_tandem import Tandem
 from tests.benchmarks.peers_transformers import ContinuousBatching, Generate
+from tests.benchmarks.peers_worker import answer
 from tests.benchmarks.peers_workloads import Effort, Workload, Workloads
 from tests.tiny import save_tiny_model
 
@@ -44,6 +46,11 @@ def test_all_peers_give_the_tokens_of_generate_and_as_many_as_asked(
     for mode in ("plain", "speculative"):
         assert [r.token_ids for r in tandem.run(job(num_rows, mode))] == expected
     assert [r.token_ids for r in generate.run(job(num_rows))] == expected
+    batching = ContinuousBatching(folder, "float32", 2)
+    try:
+        assert [r.token_ids for r in batching.run(job(num_rows))] == expected
+    finally:
+        batching.close()
 
 
 def test_times_follow_the_order_of_what_happened(folder: str, generate: Generate) -> None:
@@ -68,6 +75,14 @@ def test_a_peer_that_cannot_start_reports_why(tmp_path: Path) -> None:
     process = PeerProcess("transformers_generate", str(tmp_path / "nowhere"), "float32", 1, 1)
     assert process.refusal
     assert process.ask(job(1)) == process.refusal
+
+
+def test_a_peer_that_breaks_during_a_job_reports_why() -> None:
+    class Broken:
+        def run(self, job: Job) -> list[Served]:
+            raise MemoryError("no room\nfor more")
+
+    assert answer(Broken(), json.dumps(job(1).to_json())) == {"refused": "MemoryError: no room"}
 
 
 @pytest.mark.parametrize(
