@@ -107,21 +107,23 @@ class VariationalRecipe:
 
     num_paths per context (one of them the conversation's own continuation) and
     contexts_per_batch contexts; temperature tempers the head that draws the others; utility is
-    one of engine.training.utilities. kl_weight times teacher_objective on the conversation
-    itself is added. The controls spend the same time on more distillation.
+    one of engine.training.utilities. path_weight times the paths' loss is added to kl_weight
+    times teacher_objective on the conversation itself: much weight on the paths, whose contexts
+    are the hard ones, unlearns the others. The controls spend the same time on more distillation.
     """
 
     level: str = "sampled"
     num_rounds: int = 4
     steps_per_round: int = 75
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     num_paths: int = 4
     contexts_per_batch: int = 64
     temperature: float = 1.0
     utility: str = "expected_length"
     teacher_objective: str = "lk_hybrid"
     num_chain_moves: int = 0
-    kl_weight: float = 0.5
+    path_weight: float = 0.1
+    kl_weight: float = 1.0
     confidence_weight: float = 0.1
     clip: float = 10.0
     control_objectives: tuple[str, ...] = ("kl", "lk_hybrid")

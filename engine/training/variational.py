@@ -124,7 +124,8 @@ class VariationalTrainer:
         paths = self._expectation(snapshot, conversations, scores, generator)
         loss, report = self._maximisation(paths, generator)
         penalty = _confidence_loss(scores)
-        total = loss + recipe.kl_weight * teacher_loss + recipe.confidence_weight * penalty
+        total = recipe.path_weight * loss + recipe.kl_weight * teacher_loss
+        total = total + recipe.confidence_weight * penalty
         torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
