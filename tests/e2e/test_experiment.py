@@ -1,6 +1,9 @@
 """Two heads side by side on a real server: variants by assignment, changed by SIGHUP's reload."""
 
+import asyncio
+import json
 import sqlite3
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from engine.drafter.registry import HeadRegistry
 from engine.loader import load_model
 from service.assembly import SetUpError, assemble
 from service.async_client import AsyncClient
+from service.experiments.guard_rails import Action
 from service.settings import ServiceSettings
 from tests.engine.heads import NUM_LAYERS, config_for, random_head
 from tests.tiny import save_tiny_model
@@ -46,14 +50,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _settings(home: Path, tmp_path: Path, **changes: object) -> ServiceSettings:
+def _settings(folder: Path, tmp_path: Path, **changes: object) -> ServiceSettings:
     known = {
-        "target": str(home / "target"),
+        "target": str(folder / "target"),
         "port": 0,
         "dtype": "float32",
         "max_num_rows": 4,
         "kv_cache_memory": 2e8,
-        "home": home,
+        "home": folder,
         "ledger_url": f"sqlite:///{tmp_path / 'ledger.db'}",
         "experiment_file": tmp_path / "experiment.toml",
         "heads": ("chat", "chat@0002"),
@@ -107,3 +111,58 @@ async def test_an_experiment_over_a_head_that_is_not_loaded_stops_the_start(
     await server.stop(0.0)
     with pytest.raises(SetUpError, match="heads: version: chat has no version 0003"):
         assemble(_settings(home, tmp_path, heads=("chat@0003",)))
+
+
+_UNEQUAL = """
+name = "unequal"
+started_at = 2026-01-01T00:00:00Z
+[[variant]]
+name = "control"
+drafters = ["draft_model"]
+weight = 0.5
+[[variant]]
+name = "candidate"
+drafters = []
+weight = 0.5
+[guard_rails]
+alpha = 0.5
+min_units = 10
+"""
+
+
+async def test_a_server_rolls_a_bad_candidate_back_from_its_own_rows(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidate drafts nothing; the control's draft model is the target itself, so that all
+    its drafts are accepted."""
+    monkeypatch.setattr("service.experiments.ledger_reader.LAG", timedelta(0))
+    (tmp_path / "experiment.toml").write_text(_UNEQUAL)
+    settings = _settings(
+        home,
+        tmp_path,
+        heads=(),
+        draft=str(home / "target"),
+        home=tmp_path / "home",
+        finish_when_recorded=True,
+    )
+    server = assemble(settings)
+    await server.listen()
+    await server.load()
+    watch = server._parts.watch
+    assert watch is not None
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        assert list((await client.model()).variants) == ["control", "candidate"]
+        for _ in range(6):
+            streams = [
+                client.generate("the quick", max_tokens=16, temperature=0, speculation=True)
+                for _ in range(16)
+            ]
+            await asyncio.gather(*(stream.result() for stream in streams))
+            decision = (await watch.look())["candidate"]
+            if decision.action is not Action.CONTINUE:
+                break
+        assert list((await client.model()).variants) == ["control"], decision
+    await server.stop(1.0)
+    (record,) = json.loads((tmp_path / "home" / "experiments" / "unequal.json").read_text())
+    assert record["variant"] == "candidate"
+    assert record["rule"].startswith("acceptance length: changed by -")
