@@ -89,11 +89,13 @@ class Workloads:
         return found
 
     def open(self, requests_per_second: float, num_rows: int) -> Workload:
-        """Recorded arrivals at this mean rate."""
+        """The first recorded arrivals, stretched to this mean rate: over so few of them the
+        record's own rate is far from its mean."""
         count = self._effort.num_arrivals
         instants = [a.at_seconds for a in itertools.islice(arrivals(requests_per_second), count)]
         (job,) = self._chat("azure", num_rows, self._mixed(), count).jobs
-        timed = tuple(instant - instants[0] for instant in instants)
+        stretch = (count - 1) / requests_per_second / (instants[-1] - instants[0])
+        timed = tuple(stretch * (instant - instants[0]) for instant in instants)
         return Workload(
             "azure",
             num_rows,
