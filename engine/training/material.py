@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -94,23 +94,34 @@ def make_material(run: Run, start: Path | None = None) -> Material:
     """A fresh head, or that of a folder, and the data to train it on."""
     vocabulary = choose_vocabulary(run)
     target, recipe = run.target, run.recipe
+    name = relocatable(target.name)
+    told = replace(
+        recipe,
+        target=name,
+        data=replace(recipe.data, prompts=tuple(relocatable(p) for p in recipe.data.prompts)),
+    )
     card = {
-        "target": target.name,
+        "target": name,
         "target_fingerprint": target.fingerprint,
         "window": recipe.head.window,
-        "recipe": json.loads(json.dumps(recipe, default=plain)),
+        "recipe": json.loads(json.dumps(told, default=plain)),
     }
     if start is None:
         shape = HeadShape(len(vocabulary), run.captured_layers, None, recipe.head.num_draft_tokens)
-        config = head_config(target.model, target.name, shape)
+        config = head_config(target.model, name, shape)
         head = fresh_head(config, target.model, vocabulary, recipe.distill.seed)
     else:
         head = load_head(start, target.model, target_fingerprint=target.fingerprint)
         head.train()
         for name, parameter in head.named_parameters():
             parameter.requires_grad_(name not in ("embed_tokens.weight", "lm_head.weight"))
-        card["started_from"] = str(start)
+        card["started_from"] = f"{start.parent.name}/{start.name}"
     return Material(run, head, card)
+
+
+def relocatable(name: str) -> str:
+    """What is told of a model or a file: a hub id as it is, of a path its last part alone."""
+    return Path(name).name if Path(name).exists() else name
 
 
 def plain(value: Any) -> Any:
