@@ -16,6 +16,7 @@ def serve(
         str | None, typer.Option(help="A name of `tandem models list`, a folder or a hub id.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="A draft model, named likewise.")] = None,
+    head: Annotated[str | None, typer.Option(help="Folder of a head, for its target.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,

@@ -108,7 +108,7 @@ def test_the_python_examples_and_shell_blocks_are_found() -> None:
 
 
 def _command_path(words: list[str]) -> list[str]:
-    groups = {"models", "ledger", "powerbi"}
+    groups = {"models", "ledger", "powerbi", "train", "drafter", "experiment", "audit"}
     return words[:2] if words[0] in groups else words[:1]
 
 
