@@ -2,16 +2,14 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig, SpeculationConfig
+from engine.config import SHIPPED_HEAD, EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from tests.benchmarks.peers_jobs import Job, Served
 from tests.benchmarks.workloads import greedy_request
 
-PRETRAINED = Path(__file__).resolve().parents[2] / "engine" / "drafter" / "pretrained"
 _MODES = {"plain": "off", "speculative": "auto"}
 
 
@@ -20,17 +18,13 @@ class Tandem:
     the head."""
 
     def __init__(self, folder: str, dtype: str, max_num_rows: int) -> None:
-        has_head = (PRETRAINED / "config.json").is_file()
         config = EngineConfig(
             target=folder,
             dtype=dtype,  # type: ignore[arg-type]
             device="cpu",
             max_num_rows=max_num_rows,
             max_model_tokens=2560,
-            speculation=SpeculationConfig(
-                drafters=("prompt_lookup", "head") if has_head else ("prompt_lookup",),
-                head=str(PRETRAINED) if has_head else None,
-            ),
+            speculation=SpeculationConfig(drafters=("prompt_lookup", "head"), head=SHIPPED_HEAD),
         )
         self._engine = Engine.from_config(config)
         self._num_jobs = 0

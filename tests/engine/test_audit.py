@@ -13,6 +13,7 @@ from engine.audit import AuditFinding, AuditJob, Auditor, AuditQueue, AuditVerdi
 from engine.breaker import BreakerState, SpeculationBreaker
 from engine.config import AuditConfig
 from engine.engine import Engine
+from engine.planned_attention import PlannedAttention
 from engine.request import (
     AcceptanceRule,
     FinishReason,
@@ -154,14 +155,20 @@ PLANS: dict[str, Callable[[object], object]] = {
 }
 
 
-def plant_mask(engine: Engine, change: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
-    runner = engine._verifier.runner
-    mask = runner._mask
+def plant_mask(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[torch.Tensor, object], torch.Tensor],
+) -> None:
+    """In serving alone: the audit computes in a cache of its own."""
+    mask = PlannedAttention._mask
+    cache = engine._verifier.runner.cache
 
-    def changed(index, group, *rest):  # type: ignore[no-untyped-def]
-        return change(mask(index, group, *rest).clone(), group)
+    def changed(self, index, group, *rest):  # type: ignore[no-untyped-def]
+        found = mask(self, index, group, *rest)
+        return change(found.clone(), group) if self._cache is cache else found
 
-    runner._mask = changed  # type: ignore[method-assign]
+    monkeypatch.setattr(PlannedAttention, "_mask", changed)
 
 
 def hole(mask: torch.Tensor, group: object) -> torch.Tensor:
@@ -234,7 +241,7 @@ def test_every_planted_desynchronisation_is_a_divergence_and_no_tie(
     elif bug == "draft's bonus":
         plant_draft_bonus(engine)
     else:
-        plant_mask(engine, hole if bug == "a hole in the mask" else one_too_long)
+        plant_mask(engine, monkeypatch, hole if bug == "a hole in the mask" else one_too_long)
     check_all_found(engine, DTYPES[dtype])
 
 
