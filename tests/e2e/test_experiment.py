@@ -77,18 +77,14 @@ async def test_requests_are_spread_over_heads_and_the_text_is_the_same(
     options = {"max_tokens": 6, "seed": 1, "speculation": True}
     async with AsyncClient(f"127.0.0.1:{server.port}") as client:
         for _ in range(12):
-            result = await client.generate(
-                "the quick", max_tokens=6, seed=1, speculation=True
-            ).result()
+            result = await client.generate("the quick", **options).result()
             texts.add(result.text)
         path.write_text(_EXPERIMENT.replace("2026-01-01", "2026-01-02").replace(
             'weight = 0.5\n[[', 'weight = 1\n[['
         ).replace('0002"]\nweight = 0.5', '0002"]\nweight = 0'))  # fmt: skip
         server.reload()
         for _ in range(6):
-            result = await client.generate(
-                "the quick", max_tokens=6, seed=1, speculation=True
-            ).result()
+            result = await client.generate("the quick", **options).result()
             texts.add(result.text)
     await server.stop(1.0)
     assert len(texts) == 1, "who drafts must not change what is written"
