@@ -1,5 +1,6 @@
 """Fixtures that every package's tests may use."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -14,3 +15,9 @@ def smollm2() -> Path:
         return Path(resolve_model("smollm2-135m-instruct", default_home()))
     except ModelError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def _usual_log_level() -> None:
+    """A server started in an earlier test chose what this process logs."""
+    logging.getLogger().setLevel(logging.WARNING)
