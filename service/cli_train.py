@@ -276,6 +276,6 @@ class _friendly:  # noqa: N801 - used as a statement
         if isinstance(error, StoppedError):
             typer.echo("stopped; run the same command again to go on", err=True)
             raise typer.Exit(EXIT_STOPPED) from error
-        if isinstance(error, TrainingError | ModelError | ValueError):
+        if isinstance(error, TrainingError | ModelError | ValueError | OSError):
             typer.echo(f"tandem train: {error}", err=True)
             raise typer.Exit(2) from error

@@ -1,6 +1,7 @@
 """What a training stage works on: a head, its teacher, the conversations on both sides."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from engine.drafter.head.files import load_head
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import output_weight
-from engine.training.conversations import is_held_out
+from engine.training.conversations import is_held_out, stable_fraction
 from engine.training.errors import TrainingError
 from engine.training.evaluation import ConversationScore, score_conversations
 from engine.training.feature_cache import CachedRow, FeatureCache
@@ -28,9 +29,15 @@ _MAX_HELD_OUT_ROWS = 160
 def held_out(
     rows: Sequence[CachedRow], share: float, max_source_share: float = 1.0
 ) -> tuple[list[CachedRow], list[CachedRow]]:
-    """(trained on, held out), by key alone; of a source that is too common, the first rows."""
-    out = [row for row in rows if is_held_out(row.key, share)]
-    kept = [row for row in rows if not is_held_out(row.key, share)]
+    """(trained on, held out), by key alone; of a source that is too common, the first rows.
+
+    Of few conversations, where the share would hold out none, the one nearest to it is.
+    """
+    limit = share
+    if rows and not any(is_held_out(row.key, share) for row in rows):
+        limit = math.nextafter(min(stable_fraction(row.key, "held-out") for row in rows), 1.0)
+    out = [row for row in rows if is_held_out(row.key, limit)]
+    kept = [row for row in rows if not is_held_out(row.key, limit)]
     most = int(max_source_share * len(kept))
     seen: Counter[str] = Counter()
     balanced = []

@@ -126,18 +126,16 @@ class Trainer:
         previous = [signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)]
         begun = time.monotonic() - state.seconds
         try:
-            while state.step < settings.num_steps:
+            while state.step < settings.num_steps and not _is_over(state.seconds, max_seconds):
                 self._step(state.step, begun)
                 seconds = time.monotonic() - begun
                 state = replace(state, step=state.step + 1, seconds=seconds)
-                is_over = max_seconds is not None and seconds >= max_seconds
+                is_over = _is_over(seconds, max_seconds)
                 is_last = state.step == settings.num_steps or is_over or self._is_stopping
                 if is_last or state.step % settings.evaluate_every == 0:
                     state = self._checkpoint(state, begun)
                 if self._is_stopping:
                     raise StoppedError
-                if is_over:
-                    break
         finally:
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
                 signal.signal(number, handler)
@@ -224,3 +222,7 @@ class Trainer:
             )
         self._accelerator.wait_for_everyone()
         return state
+
+
+def _is_over(seconds: float, max_seconds: float | None) -> bool:
+    return max_seconds is not None and seconds >= max_seconds

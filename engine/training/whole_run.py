@@ -88,8 +88,15 @@ def keep_head(
 def _fit(run: Run, budget_seconds: float) -> Any:
     """The recipe with as much of everything as the budget allows."""
     recipe = run.recipe
-    plan = make_plan(run, budget_seconds)
-    atomic_files.write_json(run.folder / "plan.json", plan)
+    path = run.folder / "plan.json"
+    # A run that goes on keeps its plan: measured anew it would be another run's.
+    plan = json.loads(path.read_text()) if path.exists() else make_plan(run, budget_seconds)
+    if plan["budget_seconds"] != budget_seconds:
+        raise TrainingError(
+            f"budget: the run in {run.folder} was begun with {plan['budget_seconds']} seconds, "
+            f"not {budget_seconds}; go on with those, or begin another"
+        )
+    atomic_files.write_json(path, plan)
     per_answer = max(1, recipe.data.max_output_tokens // 2)
     count = max(24, plan["output_tokens"] // per_answer)
     minutes = plan["seconds"]["distill"] / 60

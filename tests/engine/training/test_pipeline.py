@@ -145,6 +145,13 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
         train(make_material(run_), "stage", replace(SETTINGS, learning_rate=0.5e-3))
 
 
+def test_a_stage_whose_time_is_spent_takes_no_further_step(tmp_path: Path) -> None:
+    run_ = prepared_run(tmp_path)
+    for _ in range(2):
+        train(make_material(run_), "short", SETTINGS, max_minutes=1e-9)
+    assert (run_.folder / "short" / "latest").read_text() == "step-000001"
+
+
 @pytest.mark.slow
 def test_a_head_that_knows_a_conversation_by_heart_drafts_it_in_the_engine(
     tmp_path: Path,
