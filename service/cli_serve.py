@@ -72,6 +72,7 @@ def read_settings(given: dict[str, Any]) -> ServiceSettings:
 def run(settings: ServiceSettings) -> int:
     """Serve until a signal; the exit status. Imports torch."""
     from service.assembly import SetUpError, assemble, set_up_logs
+    from service.file_watch import watch_of
     from service.process import run_until_signal
 
     set_up_logs(settings)
@@ -82,6 +83,7 @@ def run(settings: ServiceSettings) -> int:
             server,
             settings.grace_seconds,
             lambda ready: typer.echo(f"serving on {settings.host}:{ready.port}", err=True),
+            watch_of(settings, server.reload),
         )
 
     try:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 from service.app import Server
+from service.file_watch import FileWatch
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -16,12 +17,16 @@ _log = logging.getLogger(__name__)
 
 
 async def run_until_signal(
-    server: Server, grace_seconds: float, on_serving: Callable[[Server], None]
+    server: Server,
+    grace_seconds: float,
+    on_serving: Callable[[Server], None],
+    watch: FileWatch | None = None,
 ) -> int:
     """Listen, load, serve until SIGTERM or SIGINT or a failure; returns the exit status.
 
     The first signal drains for at most grace_seconds, the second one ends the process at once.
-    SIGHUP reads tenants, quotas and prices again.
+    SIGHUP reads tenants, quotas, prices and the experiment again, and so does a change that
+    `watch` sees.
     Raises what listening or loading raises.
     """
     stopping = asyncio.Event()
@@ -29,6 +34,8 @@ async def run_until_signal(
     for number in _SIGNALS:
         loop.add_signal_handler(number, _on_signal, number, stopping)
     loop.add_signal_handler(signal.SIGHUP, server.reload)
+    if watch is not None:
+        watch.start()
     try:
         await server.listen()
         await _load_unless(server, stopping)
@@ -39,6 +46,8 @@ async def run_until_signal(
         await server.stop(0.0 if has_failed else grace_seconds)
         return EXIT_FAILED if has_failed else EXIT_OK
     finally:
+        if watch is not None:
+            await watch.stop()
         for number in (*_SIGNALS, signal.SIGHUP):
             loop.remove_signal_handler(number)
 

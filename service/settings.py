@@ -110,6 +110,7 @@ class ServiceSettings(BaseSettings):
     machine_type: str = "default"
     purchase: str = "on_demand"
     home: Path = Path("~/.cache/tandem")
+    reload_seconds: float = Field(default=0, ge=0)  # looks for changed files; 0: SIGHUP alone
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     log_format: Literal["auto", "json", "text"] = "auto"  # auto: text on a terminal, else JSON
