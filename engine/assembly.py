@@ -19,7 +19,9 @@ from engine.drafter.base import Drafter
 from engine.drafter.chain import DrafterChain
 from engine.drafter.draft_model import DraftModelDrafter
 from engine.drafter.head.assembly import MadeHead, load_heads, make_head_drafter
+from engine.drafter.head.hot_loading import HeadLoader
 from engine.drafter.prompt_lookup import PromptLookupDrafter
+from engine.drafter.roster import DrafterRoster
 from engine.drafter.suffix import SuffixDrafter
 from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
@@ -59,6 +61,7 @@ class Parts:
     drafters: DrafterChain
     verifier: Verifier
     lengths: DraftLengths
+    roster: DrafterRoster
     sampler: Sampler
     grammars: GrammarCompiler
     auditor: Auditor
@@ -91,7 +94,16 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     vocab_size = examined[0].logits.shape[-1]
     device = target.model.device
     sampler = Sampler(vocab_size, device)
-    made_heads = [make_head_drafter(plan, target.model, caches[0], sampler) for plan in heads]
+    made_heads = [
+        make_head_drafter(
+            plan,
+            target.model,
+            caches[0],
+            sampler,
+            is_by_name_only=plan.name not in config.speculation.drafters,
+        )
+        for plan in heads
+    ]
     drafters = _make_drafters(config, sampler, runners, made_heads)
     info = ModelInfo(
         name=target.name,
@@ -115,22 +127,24 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     )
     grammars = GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids)
     is_bit_exact = guarantee == "bit_exact" and numerics == "invariant"
+    lengths = DraftLengths(0, StepCosts(target=ready[0].costs, row_seconds=_LOOKUP_SECONDS))
+    is_ragged = config.layout == "ragged"
+    roster = DrafterRoster(
+        drafters,
+        lengths,
+        HeadLoader(target, caches[0], sampler) if is_ragged else None,
+        made_heads,
+        [made.costs for made in ready[1:]],
+        config.speculation.max_draft_tokens,
+    )
     return Parts(
         info=info,
         tokenizer=target.tokenizer,
         scheduler=scheduler,
         drafters=drafters,
         verifier=Verifier(runners[0], sampler, drafters.after_forward),
-        lengths=DraftLengths(
-            config.speculation.max_draft_tokens if drafters.names else 0,
-            StepCosts(
-                target=ready[0].costs,
-                drafter=_slowest(
-                    [*(made.costs for made in made_heads), *(made.costs for made in ready[1:])]
-                ),
-                row_seconds=_LOOKUP_SECONDS,
-            ),
-        ),
+        lengths=lengths,
+        roster=roster,
         sampler=sampler,
         grammars=grammars,
         auditor=Auditor(runners[0], sampler, grammars, is_bit_exact=is_bit_exact),
@@ -230,11 +244,6 @@ def _memory_layout(examined: ExaminedModel, cache: RowCache) -> str | int:
 
 def _invariant_padding(model: PreTrainedModel) -> Padding:
     return PACKED_PADDING if is_all_packed(model) else INVARIANT_PADDING
-
-
-def _slowest(tables: Sequence[CostTable]) -> CostTable | None:
-    """Which drafter will propose is not known when K is chosen: the dearest is assumed."""
-    return max(tables, key=lambda table: table.forward_seconds(1), default=None)
 
 
 def _make_drafters(

@@ -20,9 +20,10 @@ from engine.assembly import Parts, assemble
 from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
 from engine.breaker import SpeculationBreaker
 from engine.committer import Committer
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HeadSource
 from engine.cost_table import CostTable
 from engine.drafter.base import DraftJob, Proposal
+from engine.drafter.head.assembly import ReadyHead
 from engine.intake import make_live
 from engine.live_request import LiveRequest
 from engine.loader import LoadedModel, load_model
@@ -82,7 +83,14 @@ class Engine:
             raise RequestError("request_id", f"{request.request_id!r} is already running")
         parts = self._parts
         self._scheduler.add(
-            make_live(request, parts.info, parts.tokenizer, parts.grammars, parts.sampler)
+            make_live(
+                request,
+                self.info,
+                parts.tokenizer,
+                parts.grammars,
+                parts.sampler,
+                parts.roster.known_names,
+            )
         )
 
     def prepare(self, wanted: StructuredOutput) -> None:
@@ -96,6 +104,28 @@ class Engine:
         """End a request at the start of the next step; unknown ids are ignored."""
         if self._scheduler.find(request_id) is not None:
             self._to_end[request_id] = reason
+
+    def load_head(self, source: HeadSource) -> ReadyHead:
+        """A further head, to be given to `add_drafter`; slow, from any thread while steps run.
+
+        Raises HeadFormatError naming the head and the field, too little memory included.
+        """
+        return self._parts.roster.load(source)
+
+    def add_drafter(self, ready: ReadyHead) -> ModelInfo:
+        """Let requests name the head from now on; running ones go on as they were."""
+        self._parts.roster.add(ready)
+        return self._named_anew()
+
+    def remove_drafter(self, name: str) -> ModelInfo:
+        """Offer a head no more; it goes with the last request that names it. Raises ValueError
+        for a drafter that was not added by name."""
+        self._parts.roster.remove(name, self._scheduler.live_requests())
+        return self._named_anew()
+
+    def _named_anew(self) -> ModelInfo:
+        self.info = replace(self.info, drafters=self._parts.roster.names)
+        return self.info
 
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting)
@@ -116,6 +146,7 @@ class Engine:
         """Advance every request that fits the budgets; see the module's contract."""
         started_at, started = time.monotonic(), time.perf_counter_ns()
         ended = self._end_overdue(started_at)
+        self._parts.roster.drop_unused(self._scheduler.live_requests())
         drafts = self._draft_lengths(started_at)
         plan = self._scheduler.schedule(started_at, drafts)
         if not plan:
@@ -145,6 +176,7 @@ class Engine:
 
         A divergence of a speculative request counts towards the breaker.
         """
+        self._parts.roster.drop_unused(self._scheduler.live_requests())
         job = self._audits.take()
         if job is None:
             return None

@@ -1,5 +1,7 @@
 """From a request to the engine's record of it: what depends on the model is checked here."""
 
+from collections.abc import Collection
+
 from transformers import PreTrainedTokenizerBase
 
 from engine.grammar import GrammarCompiler
@@ -16,11 +18,12 @@ def make_live(
     tokenizer: PreTrainedTokenizerBase,
     grammars: GrammarCompiler,
     sampler: Sampler,
+    known_drafters: Collection[str],
 ) -> LiveRequest:
     """Raises RequestError naming the field that this model or server cannot serve."""
     validate_against_model(request, info.vocab_size, info.max_model_tokens)
     for wanted in request.speculation.named_drafters or ():
-        if wanted not in info.drafters:
+        if wanted not in known_drafters:
             raise RequestError(
                 "speculation.drafter", f"unknown {wanted!r}; available: {', '.join(info.drafters)}"
             )

@@ -85,7 +85,7 @@ def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
 
 
 def output_weight(model: PreTrainedModel) -> torch.Tensor:
-    """[V, H] of a model's output layer, without gradient; before its layers are packed."""
+    """[V, H] of a model's output layer, without gradient; a copy where its layers are packed."""
     return _weight_of(model.get_output_embeddings())
 
 

@@ -24,6 +24,12 @@ class PackedLinear(nn.Module):
         )
         self._bias = linear.bias.detach() if linear.bias is not None else None
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], laid out anew: a copy that costs its memory as long as it is held."""
+        plain: torch.Tensor = self._weight.to_dense()
+        return plain
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""

@@ -14,6 +14,7 @@ single draft, all idle rows in the same step, and never for more than a small sh
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine.cost_table import CostTable
 from engine.goodput import RowOutlook, StepCosts, plan_drafts
 from engine.live_request import LiveRequest
 from engine.request import SpeculationMode
@@ -94,6 +95,11 @@ class DraftLengths:
     def costs(self) -> StepCosts:
         """The tables, corrected by what steps were seen to cost."""
         return replace(self._tables, draft_token_seconds=self._feedback.draft_token_seconds)
+
+    def change_drafters(self, max_draft_tokens: int, costs: CostTable | None) -> None:
+        """Other drafters from now on. costs: of the dearest of them; None if all are free."""
+        self.max_draft_tokens = max_draft_tokens
+        self._tables = replace(self._tables, drafter=costs)
 
     def observe_step(self, step: StepStats) -> None:
         """Learn from what a step of decoding rows alone took."""

@@ -30,16 +30,40 @@ class DrafterChain:
         by_name_only: Sequence[Drafter] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._drafters = [*drafters, *by_name_only]
-        self._by_name_only = frozenset(drafter.name for drafter in by_name_only)
-        self._listeners: list[tuple[Drafter, ForwardListener]] = [
-            (d, d) for d in self._drafters if isinstance(d, ForwardListener)
-        ]
+        self._drafters: list[Drafter] = []
+        self._by_name_only: set[str] = set()
+        self._listeners: list[tuple[Drafter, ForwardListener]] = []
         self._clock = clock
-        self._back_offs = {drafter.name: FailureBackOff() for drafter in self._drafters}
+        self._back_offs: dict[str, FailureBackOff] = {}
         self._misses: dict[str, RequestMisses] = {}
         self._events: list[DrafterEvent] = []
         self.failures: dict[str, str] = {}  # of those left out now: why
+        for drafter in drafters:
+            self._append(drafter)
+        for drafter in by_name_only:
+            self.add(drafter)
+
+    def add(self, drafter: Drafter) -> None:
+        """A further one, last in the order, for requests that name it."""
+        self._append(drafter)
+        self._by_name_only.add(drafter.name)
+
+    def remove(self, name: str) -> None:
+        """Take out one that drafts by name only, with what it kept of any request."""
+        self._drafters = [d for d in self._drafters if d.name != name]
+        self._listeners = [(d, hears) for d, hears in self._listeners if d.name != name]
+        self._by_name_only.remove(name)
+        self._back_offs.pop(name)
+        self.failures.pop(name, None)
+
+    def is_by_name_only(self, name: str) -> bool:
+        return name in self._by_name_only
+
+    def _append(self, drafter: Drafter) -> None:
+        self._drafters.append(drafter)
+        self._back_offs[drafter.name] = FailureBackOff()
+        if isinstance(drafter, ForwardListener):
+            self._listeners.append((drafter, drafter))
 
     @property
     def names(self) -> tuple[str, ...]:

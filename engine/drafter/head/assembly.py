@@ -42,6 +42,18 @@ class HeadPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadyHead:
+    """A head with its cache, which does not listen to the target yet. costs: of one draft step,
+    by rows."""
+
+    plan: HeadPlan
+    runner: HeadRunner
+    calibration: Calibration
+    window: int
+    costs: CostTable
+
+
+@dataclass(frozen=True, slots=True)
 class MadeHead:
     """A head ready to draft; costs are of one draft step, by rows."""
 
@@ -70,7 +82,12 @@ def load_heads(
         default = shipped_head(target.fingerprint) if layout == "ragged" else None
     folders = [("head", default)] if default else []
     folders += [(f"head:{source.name}", source.folder) for source in speculation.more_heads]
-    return [HeadPlan(name, str(folder), _load(str(folder), target)) for name, folder in folders]
+    return [plan_head(name, str(folder), target) for name, folder in folders]
+
+
+def plan_head(name: str, folder: str, target: LoadedModel) -> HeadPlan:
+    """The head of a folder, in the target's dtype and on its device. Raises HeadFormatError."""
+    return HeadPlan(name, folder, _load(folder, target))
 
 
 def _load(folder: str, target: LoadedModel) -> Eagle3Head:
@@ -90,30 +107,57 @@ def cache_shape(head: Eagle3Head) -> KVCacheShape:
 
 
 def make_head_drafter(
-    plan: HeadPlan, target: PreTrainedModel, like: RowCache, sampler: Sampler
+    plan: HeadPlan,
+    target: PreTrainedModel,
+    like: RowCache,
+    sampler: Sampler,
+    *,
+    is_by_name_only: bool = False,
 ) -> MadeHead:
     """A drafter with as many rows as the target's cache `like`."""
+    ready = prepare_head(plan, like)
+    return attach_head(ready, target, sampler, is_by_name_only=is_by_name_only)
+
+
+def prepare_head(plan: HeadPlan, like: RowCache) -> ReadyHead:
+    """All of a drafter that does not touch the target, which may run meanwhile."""
     head, folder = plan.head, plan.folder
     card = read_card(Path(folder))
-    window = _window(card, folder)
+    window, calibration = _window(card, folder), _calibration(card, folder)
     if can_pack(head):
         pack_linears(head)
     padding = PACKED_PADDING if is_all_packed(head) else INVARIANT_PADDING
     block_size = None if like.is_contiguous else like.block_size
-    max_tokens = like.max_tokens
-    tokens_per_block = block_size or -(-max_tokens // 128) * 128
     cache = KVCache(
         cache_shape(head),
         max_num_rows=like.max_num_rows,
-        max_tokens=max_tokens,
-        num_blocks=like.max_num_rows * -(-max_tokens // tokens_per_block),
+        max_tokens=like.max_tokens,
+        num_blocks=like.max_num_rows * -(-like.max_tokens // tokens_per_block(like)),
         block_size=block_size,
     )
     runner = HeadRunner(head, cache, padding, window=window)
-    tap = HiddenStateTap(target, head.config.captured_layers)
-    calibration = _calibration(card, folder)
-    drafter = HeadDrafter(plan.name, runner, tap, sampler, calibration, window=window)
-    return MadeHead(drafter, measure_step_costs(runner))
+    return ReadyHead(plan, runner, calibration, window, measure_step_costs(runner))
+
+
+def attach_head(
+    ready: ReadyHead, target: PreTrainedModel, sampler: Sampler, *, is_by_name_only: bool
+) -> MadeHead:
+    """Let the head listen to the target, which must not run meanwhile."""
+    drafter = HeadDrafter(
+        ready.plan.name,
+        ready.runner,
+        HiddenStateTap(target, ready.runner.head.config.captured_layers),
+        sampler,
+        ready.calibration,
+        window=ready.window,
+        is_by_name_only=is_by_name_only,
+    )
+    return MadeHead(drafter, ready.costs)
+
+
+def tokens_per_block(like: RowCache) -> int:
+    """Tokens that a head's cache keeps together: a block, or a whole row."""
+    return -(-like.max_tokens // 128) * 128 if like.is_contiguous else like.block_size
 
 
 def measure_step_costs(runner: HeadRunner) -> CostTable:

@@ -60,8 +60,11 @@ class HeadDrafter:
         calibration: Calibration,
         *,
         window: int,
+        is_by_name_only: bool = False,
     ) -> None:
+        """is_by_name_only: requests that name no drafter are none of this one's."""
         self.name = name
+        self._is_by_name_only = is_by_name_only
         self.runner = runner
         self._tap = tap
         self.cache = runner.cache
@@ -87,7 +90,8 @@ class HeadDrafter:
 
     def _serves(self, live: LiveRequest) -> bool:
         named = live.request.speculation.named_drafters
-        return live.speculates and (named is None or self.name in named)
+        is_meant = not self._is_by_name_only if named is None else self.name in named
+        return live.speculates and is_meant
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         drafts = [
@@ -109,6 +113,10 @@ class HeadDrafter:
         place = self._places.pop(request_id, None)
         if place is not None and place.row >= 0:
             self.cache.free_row(place.row, keep=False)
+
+    def close(self) -> None:
+        """Listen to the target no more."""
+        self._tap.close()
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
