@@ -1,5 +1,8 @@
 """The manifests as a cluster would get them, and views of what is in them."""
 
+import os
+import pickle
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -11,9 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from service.settings import ServiceSettings
+
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+TRAINING = ["training/cpu", "training/gpu"]
 
 Resource = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there
@@ -39,24 +45,30 @@ class Pod:
 
 
 @cache
-def _build(overlay: str) -> str:
+def _build(folder: str) -> bytes:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed: the manifests cannot be built")
     built = subprocess.run(
-        [kubectl, "kustomize", str(K8S / "overlays" / overlay)],
+        [kubectl, "kustomize", str(K8S / folder)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert built.returncode == 0, built.stderr
     assert not built.stderr, built.stderr
-    return built.stdout
+    return pickle.dumps([found for found in yaml.load_all(built.stdout, _LOADER) if found])
 
 
-def build(overlay: str) -> list[Resource]:
-    """Every resource of an overlay. Skips the test where kubectl is missing."""
-    return [resource for resource in yaml.load_all(_build(overlay), _LOADER) if resource]
+def build(name: str) -> list[Resource]:
+    """Every resource of an overlay, or of another folder of k8s, as a copy of its own.
+
+    Skips the test where kubectl is missing.
+    """
+    resources: list[Resource] = pickle.loads(  # noqa: S301 - made a moment ago
+        _build(f"overlays/{name}" if name in OVERLAYS else name)
+    )
+    return resources
 
 
 def named(resources: list[Resource], kind: str, name: str) -> Resource:
@@ -100,6 +112,32 @@ def environment(resources: list[Resource], container: Mapping[str, Any]) -> dict
     for entry in container.get("env", ()):
         variables[entry["name"]] = entry.get("value")
     return variables
+
+
+_FROM_THE_CLUSTER = {"TANDEM_LEDGER_URL": "postgresql://ledger", "TANDEM_NUM_THREADS": "4"}
+
+
+def server_settings(resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+    """The settings of the server, read as it would read them in the pod."""
+    for name in list(os.environ):
+        if name.startswith("TANDEM_"):
+            monkeypatch.delenv(name)
+    for name, value in environment(resources, serve_container(resources)).items():
+        monkeypatch.setenv(name, _FROM_THE_CLUSTER[name] if value is None else value)
+    return ServiceSettings()
+
+
+_REFERENCE = re.compile(r"\$\((\w+)\)")
+
+
+def references(container: Mapping[str, Any]) -> set[str]:
+    """Variables that the arguments of a container name as $(NAME)."""
+    return {name for text in container.get("args", ()) for name in _REFERENCE.findall(text)}
+
+
+def expand(arguments: list[str], variables: Mapping[str, str | None]) -> list[str]:
+    """Arguments as a kubelet passes them; a value that the cluster says is 4."""
+    return [_REFERENCE.sub(lambda found: variables[found[1]] or "4", text) for text in arguments]
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

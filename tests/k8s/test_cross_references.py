@@ -1,6 +1,5 @@
 """Names in the manifests are names that the code knows, and that other manifests define."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,68 +8,62 @@ import pytest
 import typer
 import yaml
 
-import service.recording
 from exports.errors import ExportError
 from service.cli import app
 from service.health import SERVICE_NAME
 from service.settings import ServiceSettings
-from telemetry.dashboards.promql import prometheus_name
-from telemetry.names import METRICS
 from telemetry.prices import read_price_book, schedule_of
 from tests.k8s.manifests import (
     K8S,
     Resource,
     environment,
+    expand,
     named,
     num_bytes,
     of_kind,
     pods,
+    references,
     selects,
     serve_container,
     serve_pod,
+    server_settings,
 )
 
-SETTINGS = {f"TANDEM_{name.upper()}": name for name in ServiceSettings.model_fields}
-# Of the platform and of libraries; TABLES is an argument's own.
-FOREIGN = {"AWS_REGION", "HF_HUB_OFFLINE", "TABLES"}
-FROM_THE_CLUSTER = {"TANDEM_LEDGER_URL": "postgresql://ledger", "TANDEM_NUM_THREADS": "4"}
+SETTINGS = {f"TANDEM_{name.upper()}" for name in ServiceSettings.model_fields}
+FOREIGN = {"AWS_REGION", "HF_HUB_OFFLINE"}  # of the platform and of libraries
 
 
-def _settings(resources: list[Resource], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
-    """The settings of the server, read as it would read them in the pod."""
-    for name in list(os.environ):
-        if name.startswith("TANDEM_"):
-            monkeypatch.delenv(name)
-    for name, value in environment(resources, serve_container(resources)).items():
-        monkeypatch.setenv(name, FROM_THE_CLUSTER[name] if value is None else value)
-    return ServiceSettings()
-
-
-def test_every_variable_is_a_setting(resources: list[Resource]) -> None:
-    for pod in pods(resources):
+def test_every_variable_is_a_setting_or_part_of_an_argument(workloads: list[Resource]) -> None:
+    for pod in pods(workloads):
+        used = {name for container in pod.ours() for name in references(container)}
         for container in pod.ours():
-            unknown = environment(resources, container).keys() - SETTINGS.keys() - FOREIGN
+            variables = environment(workloads, container).keys()
+            assert references(container) <= variables, f"{pod.owner} {container['name']}"
+            unknown = variables - SETTINGS - FOREIGN - used
             assert not unknown, f"{pod.owner} {container['name']}"
 
 
 def test_the_server_accepts_the_values(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = _settings(resources, monkeypatch)
+    settings = server_settings(resources, monkeypatch)
     settings.engine_config(settings.target, settings.draft)
     assert settings.prometheus_port is not None
     assert settings.host == settings.prometheus_host == "0.0.0.0"  # noqa: S104 - a pod's own
     assert settings.health_without_token  # a probe of the kubelet carries none
 
 
-def test_every_command_exists_with_its_options(resources: list[Resource]) -> None:
+def test_every_command_exists_with_its_options(workloads: list[Resource], tmp_path: Path) -> None:
     commands = set()
-    for pod in pods(resources):
+    for pod in pods(workloads):
         for container in pod.ours():
             assert "command" not in container  # the image's entry point is `tandem`
-            _parse(container["args"])
+            arguments = expand(container["args"], environment(workloads, container))
+            if arguments[:2] == ["drafter", "register"]:  # asks whether the folder exists
+                arguments[2] = str(tmp_path)
+            _parse(arguments)
             commands.add(container["args"][0])
-    assert commands >= {"serve", "export", "ledger"}
+    assert commands >= {"serve", "export", "ledger"} or commands >= {"train", "drafter"}
 
 
 def _parse(arguments: list[str]) -> None:
@@ -99,7 +92,7 @@ def test_exit_codes_of_the_export_are_its_own(resources: list[Resource]) -> None
 def test_ports_and_probes_are_the_servers(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = _settings(resources, monkeypatch)
+    settings = server_settings(resources, monkeypatch)
     container = serve_container(resources)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"grpc": settings.port, "metrics": settings.prometheus_port}
@@ -108,6 +101,14 @@ def test_ports_and_probes_are_the_servers(
     liveness = container["livenessProbe"]
     # A restart is the last resort: later than the server's own word that it hangs.
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > settings.stall_seconds
+
+
+def test_the_age_of_a_connection_cuts_no_stream(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = server_settings(resources, monkeypatch)
+    assert settings.max_connection_age_seconds is not None  # or new pods would get no traffic
+    assert settings.max_connection_age_grace_seconds >= settings.max_deadline_seconds
 
 
 def test_services_reach_the_port_of_a_pod(resources: list[Resource]) -> None:
@@ -143,7 +144,7 @@ def test_a_route_leads_to_our_service(resources: list[Resource]) -> None:
 def test_traces_go_to_the_collector_by_a_port_that_it_opens(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint = _settings(resources, monkeypatch).otlp_endpoint
+    endpoint = server_settings(resources, monkeypatch).otlp_endpoint
     if endpoint is None:
         assert not [r for r in resources if r["metadata"]["name"] == "tandem-collector"]
         return
@@ -162,50 +163,10 @@ def test_traces_go_to_the_collector_by_a_port_that_it_opens(
     assert "tail_sampling" in config["service"]["pipelines"]["traces"]["processors"]
 
 
-def _metrics_asked_for(resources: list[Resource]) -> set[str]:
-    asked = {
-        metric["pods"]["metric"]["name"]
-        for scaler in of_kind(resources, "HorizontalPodAutoscaler")
-        for metric in scaler["spec"]["metrics"]
-    }
-    for scaler in of_kind(resources, "ScaledObject"):
-        for trigger in scaler["spec"]["triggers"]:
-            asked |= set(re.findall(r"\b(tandem_\w+)", trigger["metadata"]["query"]))
-    return asked
-
-
-def test_autoscalers_ask_for_metrics_that_exist(resources: list[Resource]) -> None:
-    assert _metrics_asked_for(resources) <= {prometheus_name(spec) for spec in METRICS}
-
-
-def test_autoscalers_react_before_the_rows_are_full(
-    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = _settings(resources, monkeypatch).max_num_rows
-    targets: list[str] = []
-    for scaler in of_kind(resources, "HorizontalPodAutoscaler"):
-        targets += [
-            metric["pods"]["target"]["averageValue"]
-            for metric in scaler["spec"]["metrics"]
-            if metric["pods"]["metric"]["name"] == "tandem_rows"
-        ]
-        assert scaler["spec"]["maxReplicas"] <= service.recording._MAX_JOURNALS
-    for scaler in of_kind(resources, "ScaledObject"):
-        targets += [
-            trigger["metadata"]["threshold"]
-            for trigger in scaler["spec"]["triggers"]
-            if "tandem_rows" in trigger["metadata"]["query"]
-        ]
-        assert scaler["spec"]["maxReplicaCount"] <= service.recording._MAX_JOURNALS
-        assert scaler["spec"]["minReplicaCount"] >= 1  # scaling to zero is a choice
-    for target in targets:
-        assert 0.5 * rows <= int(target) <= 0.8 * rows
-
-
 def test_the_cache_fits_into_the_memory(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = _settings(resources, monkeypatch)
+    settings = server_settings(resources, monkeypatch)
     if settings.device == "cuda":
         assert settings.kv_cache_memory < 1
         return
@@ -218,7 +179,7 @@ def test_the_cache_fits_into_the_memory(
 def test_the_price_book_knows_the_machine(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    settings = _settings(resources, monkeypatch)
+    settings = server_settings(resources, monkeypatch)
     (book,) = [
         r
         for r in of_kind(resources, "ConfigMap")
@@ -233,10 +194,11 @@ def test_the_price_book_knows_the_machine(
 def test_files_that_settings_name_are_mounted(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = _settings(resources, monkeypatch)
+    settings = server_settings(resources, monkeypatch)
     mounts = {Path(m["mountPath"]): m for m in serve_container(resources)["volumeMounts"]}
     assert settings.home in mounts
-    for path in (settings.price_book, settings.access_file):
+    assert settings.registry in mounts
+    for path in (settings.price_book, settings.access_file, settings.experiment_file):
         assert path is None or mounts[path.parent]["readOnly"]
     if Path(settings.target).is_absolute():
         assert mounts[Path(settings.target).parent]["readOnly"]
@@ -245,11 +207,14 @@ def test_files_that_settings_name_are_mounted(
         assert pull["args"] == ["models", "pull", "$(TANDEM_TARGET)"]
 
 
-def test_volumes_claims_and_config_maps_exist(resources: list[Resource]) -> None:
-    claims = {r["metadata"]["name"] for r in of_kind(resources, "PersistentVolumeClaim")}
-    maps = {r["metadata"]["name"] for r in of_kind(resources, "ConfigMap")}
-    given = {"tandem-models"}  # filled by hand beforehand, see README.md
-    for pod in pods(resources):
+def test_volumes_claims_and_config_maps_exist(workloads: list[Resource]) -> None:
+    claims = {r["metadata"]["name"] for r in of_kind(workloads, "PersistentVolumeClaim")}
+    maps = {r["metadata"]["name"] for r in of_kind(workloads, "ConfigMap")}
+    given = {"tandem-models", "tandem-prompts"}  # filled by hand beforehand
+    assert all(f"`{name}`" in (K8S / "README.md").read_text(encoding="utf-8") for name in given)
+    if not of_kind(workloads, "Deployment"):
+        given.add("tandem-registry")  # of the overlay that the Job is applied beside
+    for pod in pods(workloads):
         volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", ())}
         mounted = {m["name"] for c in pod.containers() for m in c.get("volumeMounts", ())}
         assert mounted == volumes.keys(), pod.owner
@@ -257,8 +222,8 @@ def test_volumes_claims_and_config_maps_exist(resources: list[Resource]) -> None
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims | given
             if "configMap" in volume:
-                assert volume["configMap"]["name"] in maps
-    used = {v["persistentVolumeClaim"]["claimName"] for p in pods(resources)
+                assert volume["configMap"]["name"] in maps or volume["configMap"].get("optional")
+    used = {v["persistentVolumeClaim"]["claimName"] for p in pods(workloads)
             for v in p.spec.get("volumes", ()) if "persistentVolumeClaim" in v}  # fmt: skip
     assert claims <= used
 

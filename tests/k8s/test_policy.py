@@ -7,6 +7,7 @@ from tests.k8s.manifests import (
     K8S,
     Pod,
     Resource,
+    build,
     environment,
     named,
     num_bytes,
@@ -49,10 +50,13 @@ def violations(pod: Pod) -> list[str]:
     return found
 
 
-def test_pods_keep_to_the_restricted_profile(resources: list[Resource]) -> None:
+def test_the_namespace_enforces_the_restricted_profile(resources: list[Resource]) -> None:
     labels = named(resources, "Namespace", "tandem")["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
-    assert {pod.owner: violations(pod) for pod in pods(resources) if violations(pod)} == {}
+
+
+def test_pods_keep_to_the_restricted_profile(workloads: list[Resource]) -> None:
+    assert {pod.owner: violations(pod) for pod in pods(workloads) if violations(pod)} == {}
 
 
 def test_a_breach_of_the_profile_is_found(resources: list[Resource]) -> None:
@@ -62,17 +66,17 @@ def test_a_breach_of_the_profile_is_found(resources: list[Resource]) -> None:
     assert violations(serve_pod(resources)) == ["serve: capabilities", "serve: writable root"]
 
 
-def test_nobody_gets_a_token_or_the_variables_of_services(resources: list[Resource]) -> None:
-    accounts = {account["metadata"]["name"] for account in of_kind(resources, "ServiceAccount")}
-    for pod in pods(resources):
+def test_nobody_gets_a_token_or_the_variables_of_services(workloads: list[Resource]) -> None:
+    accounts = {a["metadata"]["name"] for a in of_kind(build("dev-cpu"), "ServiceAccount")}
+    for pod in pods(workloads):
         assert pod.spec["serviceAccountName"] in accounts
         assert pod.spec["automountServiceAccountToken"] is False
         # A Service named tandem would set TANDEM_PORT=tcp://..., which is a setting's name.
         assert pod.spec["enableServiceLinks"] is False
 
 
-def test_containers_have_requests_and_a_memory_limit(resources: list[Resource]) -> None:
-    for pod in pods(resources):
+def test_containers_have_requests_and_a_memory_limit(workloads: list[Resource]) -> None:
+    for pod in pods(workloads):
         for container in pod.containers():
             requests, limits = container["resources"]["requests"], container["resources"]["limits"]
             assert {"cpu", "memory", "ephemeral-storage"} <= requests.keys()
@@ -80,8 +84,8 @@ def test_containers_have_requests_and_a_memory_limit(resources: list[Resource]) 
             assert "cpu" not in limits  # throttling would stretch single steps
 
 
-def test_images_have_a_version(resources: list[Resource]) -> None:
-    for pod in pods(resources):
+def test_images_have_a_version(workloads: list[Resource]) -> None:
+    for pod in pods(workloads):
         for container in pod.containers():
             tag = re.fullmatch(r"[\w./-]+:([\w.-]+)", container["image"])
             assert tag, container["image"]
