@@ -1,13 +1,16 @@
 """Drives an engine in tests: builds one around tiny models, runs requests, checks integrity."""
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
+from engine import assembly
 from engine.config import EngineConfig, SpeculationConfig
+from engine.cost_table import CostTable
 from engine.engine import Engine
 from engine.loader import describe_model
 from engine.request import (
@@ -19,10 +22,13 @@ from engine.request import (
     TokenDelta,
 )
 from engine.stats import RequestStats, StepStats
+from engine.target_runner import TargetRunner
 from tests.tiny import related_draft, tiny_llama, tiny_tokenizer
 
 GREEDY = SamplingParams(temperature=0)
-_cost_tables = tempfile.TemporaryDirectory(prefix="tandem-costs-")
+# Of a tiny model on one core. Every test would measure its own otherwise.
+TINY_COSTS = CostTable((1, 8, 32, 128), (0.0008, 0.0011, 0.0016, 0.0040))
+_guarantees: dict[tuple[object, ...], str] = {}
 
 
 def tiny_engine(
@@ -33,15 +39,18 @@ def tiny_engine(
     drafters: tuple[str, ...] = ("prompt_lookup",),
     max_draft_tokens: int = 4,
     poison: float | None = 1000.0,
+    is_measured: bool = False,
     **options: object,
 ) -> Engine:
-    """An engine over tiny models whose never-written cache slots hold `poison`."""
+    """An engine over tiny models whose never-written cache slots hold `poison`.
+
+    is_measured probes this very engine; else what was found of the same model and padding stands.
+    """
     target = target if target is not None else tiny_llama(dtype=dtype)
     if "draft_model" in drafters and draft is None:
         draft = related_draft(target, 0.05)  # type: ignore[arg-type]
     config = EngineConfig(
         target="tiny",
-        cost_table_folder=_cost_tables.name,
         kv_cache_memory=options.pop("kv_cache_memory", 5e8),  # type: ignore[arg-type]
         speculation=SpeculationConfig(
             drafters=drafters,
@@ -51,14 +60,41 @@ def tiny_engine(
         **options,  # type: ignore[arg-type]
     )
     tokenizer = tiny_tokenizer()
-    engine = Engine.from_models(
-        config,
-        describe_model("tiny", target, tokenizer),
-        describe_model("draft", draft, tokenizer) if draft is not None else None,
-    )
+    with nullcontext() if is_measured else _measured_before():
+        engine = Engine.from_models(
+            config,
+            describe_model("tiny", target, tokenizer),
+            describe_model("draft", draft, tokenizer) if draft is not None else None,
+        )
     if poison is not None:
         engine._scheduler.cache.fill_unwritten(poison)
     return engine
+
+
+@contextmanager
+def _measured_before() -> Iterator[None]:
+    probe = assembly.probe_guarantee
+
+    def guarantee(runner: TargetRunner) -> str:
+        config, cache = runner.model.config, runner.cache
+        key = (
+            config.to_json_string(),
+            config._attn_implementation,
+            runner.model.dtype,
+            type(runner),
+            runner.padding,
+            cache.block_size,
+            cache.is_contiguous,
+        )
+        if key not in _guarantees:
+            _guarantees[key] = probe(runner)
+        return _guarantees[key]
+
+    with (
+        mock.patch.object(assembly, "probe_guarantee", guarantee),
+        mock.patch.object(assembly, "measure_costs", lambda runner: TINY_COSTS),
+    ):
+        yield
 
 
 def request(

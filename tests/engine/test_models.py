@@ -353,8 +353,8 @@ def test_tokens_in_bf16_equal_our_plain_decoding_alone(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen 3 experts", "deepseek 3", "gpt-oss, sinks"])
 def test_experts_keep_bits_where_dense_layers_do(name: str, dtype: torch.dtype) -> None:
-    dense = tiny_engine(target=build("llama", {}, dtype)).info.guarantee
-    assert tiny_engine(target=build(*SERVED[name], dtype)).info.guarantee == dense
+    dense = tiny_engine(target=build("llama", {}, dtype), is_measured=True).info.guarantee
+    assert tiny_engine(target=build(*SERVED[name], dtype), is_measured=True).info.guarantee == dense
 
 
 def test_experts_that_see_any_number_of_tokens_are_only_promised_rounding(
@@ -370,10 +370,12 @@ def test_experts_that_see_any_number_of_tokens_are_only_promised_rounding(
         return result * (1 + 1e-6 * is_few[:, None])
 
     monkeypatch.setattr(F, "grouped_mm", by_tokens)
-    padded = tiny_engine(target=build(*SERVED["mixtral"])).info.guarantee
+    padded = tiny_engine(target=build(*SERVED["mixtral"]), is_measured=True).info.guarantee
     monkeypatch.setattr("engine.model_runner.pad_experts", lambda model, multiple: None)
-    assert tiny_engine(target=build(*SERVED["mixtral"])).info.guarantee == "rounding"
-    assert padded == tiny_engine(target=build("llama", {})).info.guarantee
+    assert (
+        tiny_engine(target=build(*SERVED["mixtral"]), is_measured=True).info.guarantee == "rounding"
+    )
+    assert padded == tiny_engine(target=build("llama", {}), is_measured=True).info.guarantee
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -57,7 +57,7 @@ arrivals = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(arrivals, min_size=1, max_size=9),
     st.integers(1, 5),

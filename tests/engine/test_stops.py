@@ -1,6 +1,7 @@
 """A request ends at its earliest completion, wherever that lies in an accepted block."""
 
 import time
+from functools import cache
 
 import pytest
 
@@ -11,8 +12,10 @@ from tests.tiny import EOS_TOKEN_ID, related_draft, tiny_llama, tiny_tokenizer
 PROMPT = tiny_tokenizer()("the quick brown fox jumps over")["input_ids"]
 
 
+@cache
 def perfect_engine(max_draft_tokens: int = 8, **options: object):  # type: ignore[no-untyped-def]
-    """Every draft is accepted, so blocks are as long as they get."""
+    """Every draft is accepted, so blocks are as long as they get. One engine for many tests: each
+    leaves it idle."""
     target = tiny_llama()
     return tiny_engine(
         target=target,
@@ -23,11 +26,14 @@ def perfect_engine(max_draft_tokens: int = 8, **options: object):  # type: ignor
     )
 
 
-def full_output(num_tokens: int = 40) -> list[int]:
-    outcome = run(
-        tiny_engine(), [request("a", PROMPT, max_tokens=num_tokens, ignore_eos=True, mode="off")]
-    )
+@cache
+def _reference_output() -> list[int]:
+    outcome = run(tiny_engine(), [request("a", PROMPT, max_tokens=64, ignore_eos=True, mode="off")])
     return outcome.token_ids["a"]
+
+
+def full_output(num_tokens: int = 40) -> list[int]:
+    return _reference_output()[:num_tokens]
 
 
 def check_counts(outcome: Outcome, request_id: str = "a") -> None:
