@@ -5,15 +5,18 @@ a second copy of SQLite, and two copies in one process undo each other's file lo
 database; apart they respect them.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
+from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement
+from adbc_driver_manager import Error as AdbcError
 
 from exports.errors import SourceError
 
 BATCH_ROWS = 16_384
+_PRAGMAS = ("PRAGMA query_only=ON", "PRAGMA busy_timeout=30000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +42,45 @@ class RowStream:
     def __init__(self, database: Database) -> None:
         is_sqlite = database.dialect == "sqlite"
         self._options = {"adbc.sqlite.query.batch_rows": str(BATCH_ROWS)} if is_sqlite else {}
-        self._connection = _connect(database)
+        try:
+            self._connection = AdbcConnection(_opened(database))
+            for pragma in _PRAGMAS if is_sqlite else ():
+                deque(self._answer(pragma), maxlen=0)
+        except (AdbcError, pa.ArrowException, OSError) as error:
+            raise SourceError(f"the ledger cannot be opened: {_reason(error)}") from error
 
     def batches(self, statement: Statement) -> Iterator[pa.RecordBatch]:
         """The statement's rows, in batches that are never empty. Take all before the next call."""
         to_skip = statement.num_leading_rows
         try:
-            with self._connection.cursor(adbc_stmt_kwargs=self._options) as cursor:
-                cursor.execute(statement.sql)
-                for batch in cursor.fetch_record_batch():
-                    rows, to_skip = batch.slice(to_skip), max(to_skip - batch.num_rows, 0)
-                    if rows.num_rows:
-                        yield pa.RecordBatch.from_arrays(rows.columns, list(statement.names))
-        except (self._connection.Error, pa.ArrowException) as error:
-            reason = " ".join(str(error).split())
-            raise SourceError(f"the ledger cannot be read: {reason}") from error
+            for batch in self._answer(statement.sql):
+                rows, to_skip = batch.slice(to_skip), max(to_skip - batch.num_rows, 0)
+                if rows.num_rows:
+                    yield pa.RecordBatch.from_arrays(rows.columns, list(statement.names))
+        except (AdbcError, pa.ArrowException, OSError) as error:
+            raise SourceError(f"the ledger cannot be read: {_reason(error)}") from error
+
+    def _answer(self, sql: str) -> Iterator[pa.RecordBatch]:
+        # Not by adbc_driver_manager.dbapi: it imports pandas, where that is installed.
+        with AdbcStatement(self._connection) as statement:
+            if self._options:
+                statement.set_options(**self._options)
+            statement.set_sql_query(sql)
+            stream, _ = statement.execute_query()
+            with pa.RecordBatchReader.from_stream(stream) as reader:
+                yield from reader
 
 
-def _connect(database: Database) -> Any:
-    from adbc_driver_manager import dbapi
+def _opened(database: Database) -> AdbcDatabase:
+    if database.dialect == "sqlite":
+        import adbc_driver_sqlite
 
-    try:
-        if database.dialect == "sqlite":
-            from adbc_driver_sqlite import dbapi as sqlite
+        return adbc_driver_sqlite.connect(database.address)
+    import adbc_driver_postgresql
 
-            connection = sqlite.connect(database.address)
-            with connection.cursor() as cursor:
-                cursor.execute("PRAGMA query_only=ON")
-                cursor.execute("PRAGMA busy_timeout=30000")
-            return connection
-        from adbc_driver_postgresql import dbapi as postgresql
+    opened: AdbcDatabase = adbc_driver_postgresql.connect(database.address)
+    return opened
 
-        return postgresql.connect(database.address, autocommit=True)
-    except dbapi.Error as error:
-        reason = " ".join(str(error).split())
-        raise SourceError(f"the ledger cannot be opened: {reason}") from error
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())
