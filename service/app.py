@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from grpc import aio
@@ -18,7 +18,10 @@ from service import errors
 from service.admission import Admission, AdmissionLimits
 from service.audits import keep, recorded
 from service.calls import OpenCalls
-from service.engine_thread import Engine, EngineGoneError, EngineState, EngineThread
+from service.drafter_reload import DrafterReload
+from service.engine_contract import Engine
+from service.engine_thread import EngineGoneError, EngineState, EngineThread
+from service.experiments.heads import RegisteredHeads
 from service.experiments.live import LiveExperiments, no_experiments
 from service.experiments.watch import ExperimentWatch
 from service.health import SERVICE_NAME, HealthMonitor
@@ -46,7 +49,7 @@ class Parts:
     """What a server is made of. build_engine runs in the engine's thread and may be slow;
     open_recording is called once the model is known, close_telemetry last of all. reloads are
     what SIGHUP reads again, by name: each takes over all of it or raises OSError or ValueError;
-    it is given the recording once there is one."""
+    it is given the recording once there is one. Heads and experiments are read again with them."""
 
     build_engine: Callable[[], Engine]
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
@@ -54,6 +57,7 @@ class Parts:
     close_telemetry: Callable[[], None]
     authenticator: Authenticator
     reloads: Mapping[str, Callable[[Recording | None], None]] = field(default_factory=dict)
+    heads: RegisteredHeads = field(default_factory=RegisteredHeads)
     experiments: LiveExperiments = field(default_factory=no_experiments)
     watch: ExperimentWatch | None = None
 
@@ -83,6 +87,13 @@ class Server:
             self._record_step,
             self._record_audit,
             self._record_breaker,
+        )
+        self._drafters = DrafterReload(
+            self._engine,
+            parts.heads,
+            parts.experiments,
+            self._offer,
+            settings.experiment_check_seconds,
         )
         self._health = HealthMonitor(
             self._is_healthy, interval_seconds=min(1.0, settings.stall_seconds / 4)
@@ -132,7 +143,8 @@ class Server:
         """Load and warm the engine, then serve. Raises what loading raises."""
         tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)
         info = self._info = await self._engine.start()
-        self._parts.experiments.open(info.drafters)
+        await self._drafters.open(info)
+        info = self._info
         self._recording = self._parts.open_recording(info)
         self._serving = Serving(
             info=info,
@@ -176,11 +188,18 @@ class Server:
                 _log.error("%s not reloaded: %s", name, error)
             else:
                 _log.info("%s reloaded", name)
+        self._drafters.request()
+
+    def _offer(self, info: ModelInfo) -> None:
+        self._info = info
+        if self._serving is not None:
+            self._serving = replace(self._serving, info=info)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new requests, let live ones finish within the grace period, flush, end."""
         self._is_draining = True
         await self._health.close()
+        await self._drafters.stop()
         if self._parts.watch is not None:
             await self._parts.watch.stop()
         # Said at once: a channel with a live stream takes its next requests elsewhere.

@@ -16,7 +16,7 @@ from engine.loader import load_tokenizer
 from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
 from service.app import Parts, Server
 from service.calls import CallTraceFilter
-from service.experiments.assembly import find_heads, open_experiments, open_watch
+from service.experiments.assembly import open_experiments, open_watch, registered_heads
 from service.models import ModelError, resolve_model
 from service.recording import open_recording, open_telemetry, reload_prices
 from service.security import AccessFileError, ListedAccess, OpenAccess, SubjectFinder
@@ -48,9 +48,10 @@ def assemble(settings: ServiceSettings) -> Server:
     except ModelError as error:
         raise SetUpError(str(error)) from error
     try:
-        config = settings.engine_config(target, draft, find_heads(settings))
+        config = settings.engine_config(target, draft)
+        heads = registered_heads(settings)
     except RegistryError as error:
-        raise SetUpError(f"heads: {error}") from error
+        raise SetUpError(str(error)) from error
     experiments = open_experiments(settings)
 
     def build_engine() -> Engine:
@@ -78,8 +79,8 @@ def assemble(settings: ServiceSettings) -> Server:
             reloads={
                 "access": lambda _: authenticator.reload(),
                 "prices": lambda recording: reload_prices(settings, recording),
-                "experiment": lambda _: experiments.reload(),
             },
+            heads=heads,
             experiments=experiments,
             watch=open_watch(settings, experiments),
         ),

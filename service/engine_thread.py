@@ -10,33 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from engine.breaker import BreakerState, SpeculationBreaker
+from engine.breaker import BreakerState
+from engine.config import HeadSource
 from engine.request import FinishReason, GenerationRequest, StructuredOutput
 from engine.stats import EngineLoad, ModelInfo, StepStats
 from engine.step import StepOutput
+from service.engine_commands import Cancel, Change, Command, Submit, answer, fail, settle
+from service.engine_contract import Engine
 
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
-
-
-class Engine(Protocol):
-    """What the bridge needs of engine.engine.Engine, called from its thread alone."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-    def prepare(self, wanted: StructuredOutput) -> None: ...  # from any thread
-    def submit(self, request: GenerationRequest) -> None: ...
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None: ...
-    def step(self) -> StepOutput: ...
-    def has_work(self) -> bool: ...
-    def load(self) -> EngineLoad: ...
-    def audit_next(self) -> "AuditFinding | None": ...
-    @property
-    def breaker(self) -> SpeculationBreaker: ...
 
 
 class EngineState(StrEnum):
@@ -48,18 +34,6 @@ class EngineState(StrEnum):
 
 class EngineGoneError(RuntimeError):
     """The engine has stopped or failed, so a request cannot be handed to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: GenerationRequest
-    accepted: "asyncio.Future[None]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: str
-    reason: FinishReason
 
 
 class EngineThread:
@@ -88,7 +62,7 @@ class EngineThread:
         self._on_step = on_step
         self._on_output = on_output
         self._on_failure = on_failure
-        self._inbox: deque[_Submit | _Cancel] = deque()
+        self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._step_started_at: float | None = None
@@ -128,7 +102,7 @@ class EngineThread:
         if self._state is not EngineState.RUNNING or self._stopping:
             raise EngineGoneError("the engine is not running")
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self._post(_Submit(request, accepted))
+        self._post(Submit(request, accepted))
         return accepted
 
     async def prepare(self, wanted: StructuredOutput) -> None:
@@ -140,9 +114,31 @@ class EngineThread:
             raise EngineGoneError("the engine is not running")
         await self._loop.run_in_executor(self._grammars, self._engine.prepare, wanted)
 
+    async def add_head(self, source: HeadSource) -> ModelInfo:
+        """Load a head in a thread apart and let it listen between two steps.
+
+        Raises HeadFormatError naming the head and the field, EngineGoneError without an engine.
+        """
+        engine = self._engine
+        if engine is None:
+            raise EngineGoneError("the engine is not running")
+        ready = await asyncio.to_thread(engine.load_head, source)
+        return await self._change(lambda engine: engine.add_drafter(ready))
+
+    async def remove_drafter(self, name: str) -> ModelInfo:
+        """Offer a head no more. Raises ValueError for what cannot be taken out, EngineGoneError."""
+        return await self._change(lambda engine: engine.remove_drafter(name))
+
+    async def _change(self, apply: Callable[[Engine], ModelInfo]) -> ModelInfo:
+        if self._state is not EngineState.RUNNING or self._stopping:
+            raise EngineGoneError("the engine is not running")
+        done: asyncio.Future[ModelInfo] = self._loop.create_future()
+        self._post(Change(apply, done))
+        return await done
+
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Takes effect before the next step; unknown ids are ignored."""
-        self._post(_Cancel(request_id, reason))
+        self._post(Cancel(request_id, reason))
 
     async def stop(self, timeout_seconds: float) -> bool:
         """Leave after the current step; False when it did not end in time."""
@@ -154,7 +150,7 @@ class EngineThread:
             await asyncio.to_thread(self._thread.join, timeout_seconds)
         return not self._thread.is_alive()
 
-    def _post(self, command: _Submit | _Cancel) -> None:
+    def _post(self, command: Command) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
@@ -219,8 +215,11 @@ class EngineThread:
         answers: list[tuple[asyncio.Future[None], Exception | None]] = []
         while self._inbox:
             command = self._inbox.popleft()
-            if isinstance(command, _Cancel):
+            if isinstance(command, Cancel):
                 engine.cancel(command.request_id, command.reason)
+                continue
+            if isinstance(command, Change):
+                self._apply(engine, command)
                 continue
             try:
                 engine.submit(command.request)
@@ -229,7 +228,15 @@ class EngineThread:
             else:
                 answers.append((command.accepted, None))
         if answers:
-            self._call(_answer, answers)
+            self._call(answer, answers)
+
+    def _apply(self, engine: Engine, command: Change) -> None:
+        try:
+            info = command.apply(engine)
+        except Exception as error:  # whoever asked for it is told, and the engine goes on
+            self._call(fail, command.done, error)
+        else:
+            self._call(settle, command.done, info)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -254,15 +261,7 @@ class EngineThread:
     def _refuse_inbox(self, error: Exception) -> None:
         while self._inbox:
             command = self._inbox.popleft()
-            if isinstance(command, _Submit):
-                _answer([(command.accepted, error)])
-
-
-def _answer(answers: list[tuple["asyncio.Future[None]", Exception | None]]) -> None:
-    for accepted, error in answers:
-        if accepted.done():  # the caller has gone
-            continue
-        if error is None:
-            accepted.set_result(None)
-        else:
-            accepted.set_exception(error)
+            if isinstance(command, Submit):
+                fail(command.accepted, error)
+            elif isinstance(command, Change):
+                fail(command.done, error)

@@ -17,7 +17,6 @@ from engine.config import (
     AuditConfig,
     Dtype,
     EngineConfig,
-    HeadSource,
     LayoutName,
     Numerics,
     SpeculationConfig,
@@ -42,7 +41,7 @@ class ServiceSettings(BaseSettings):
     numerics: Numerics = "auto"
     kv_cache_memory: float = Field(default=0.5, gt=0)
     layout: LayoutName = "ragged"
-    drafters: tuple[str, ...] = ("prompt_lookup", "head")
+    drafters: tuple[str, ...] = ("prompt_lookup", "head")  # or "head:NAME" of the registry
     head: str = SHIPPED_HEAD  # or a folder; used by the drafter "head"
     max_draft_tokens: int = Field(default=4, ge=0, le=64)
     audit_share: float = Field(default=0.01, ge=0, le=1)  # of finished requests, in idle time
@@ -138,11 +137,10 @@ class ServiceSettings(BaseSettings):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
-    def engine_config(
-        self, target: str, draft: str | None, heads: tuple[HeadSource, ...] = ()
-    ) -> EngineConfig:
-        """The engine's part; target, draft and heads are folders or hub ids, already resolved."""
-        drafters = self.drafters
+    def engine_config(self, target: str, draft: str | None) -> EngineConfig:
+        """The engine's part; target and draft are folders or hub ids, already resolved. Heads of
+        the registry come later, and go."""
+        drafters = tuple(name for name in self.drafters if not name.startswith("head:"))
         if draft is not None and "draft_model" not in drafters:
             drafters = (*drafters, "draft_model")
         return EngineConfig(
@@ -162,7 +160,6 @@ class ServiceSettings(BaseSettings):
                 drafters=drafters,
                 draft_model=draft,
                 head=self.head,
-                more_heads=heads,
                 max_draft_tokens=self.max_draft_tokens,
             ),
         )

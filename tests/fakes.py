@@ -5,9 +5,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.breaker import SpeculationBreaker
+from engine.config import HeadSource
 from engine.request import (
     FinishReason,
     GenerationRequest,
@@ -88,6 +90,22 @@ class FakeEngine:
         time.sleep(self.prepare_seconds)
         if wanted.text == "(":
             raise RequestError("structured_output.regex", "unclosed ( in private words")
+
+    def load_head(self, source: HeadSource) -> Any:
+        """A head is its name; those of a folder "broken" are refused."""
+        time.sleep(self.prepare_seconds)
+        if source.folder.endswith("broken"):
+            raise ValueError(f"heads.{source.name}: hidden_size: is another")
+        return f"head:{source.name}"
+
+    def add_drafter(self, ready: Any) -> ModelInfo:
+        self.info = replace(self.info, drafters=(*self.info.drafters, ready))
+        return self.info
+
+    def remove_drafter(self, name: str) -> ModelInfo:
+        drafters = tuple(d for d in self.info.drafters if d != name)
+        self.info = replace(self.info, drafters=drafters)
+        return self.info
 
     def submit(self, request: GenerationRequest) -> None:
         validate_against_model(request, self.info.vocab_size, self.info.max_model_tokens)

@@ -1,7 +1,7 @@
 """From the settings to a server's heads and its experiment."""
 
-from engine.config import HeadSource
 from engine.drafter.registry import HeadRegistry
+from service.experiments.heads import RegisteredHeads, reference_of
 from service.experiments.live import LiveExperiments
 from service.experiments.records import RollbackStore
 from service.experiments.watch import ExperimentWatch
@@ -14,14 +14,12 @@ def registry(settings: ServiceSettings) -> HeadRegistry:
     return HeadRegistry((settings.registry or settings.home / "registry").expanduser())
 
 
-def find_heads(settings: ServiceSettings) -> tuple[HeadSource, ...]:
-    """The folders of the heads that shall be loaded. Raises RegistryError."""
-    found = registry(settings)
-    sources = []
-    for reference in settings.heads:
-        head = found.resolve(reference)
-        sources.append(HeadSource(reference, str(found.folder_of(head.name, head.version))))
-    return tuple(sources)
+def registered_heads(settings: ServiceSettings) -> RegisteredHeads:
+    """Raises RegistryError for a head that is configured and not there."""
+    default = settings.drafters if any(map(reference_of, settings.drafters)) else None
+    heads = RegisteredHeads(registry(settings), settings.heads, default)
+    heads.wanted()
+    return heads
 
 
 def open_experiments(settings: ServiceSettings) -> LiveExperiments:

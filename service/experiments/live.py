@@ -1,13 +1,14 @@
-"""The experiment that a server runs: read, assigned by, rolled back, read again on SIGHUP."""
+"""The experiment that a server runs: read, assigned by, rolled back."""
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.request import SpeculationMode
 from service.experiments.assignment import assign
+from service.experiments.heads import DrafterNames
 from service.experiments.records import RollbackRecord, RollbackStore
 from service.experiments.specification import Experiment, ExperimentError, read_experiment
 from service.orders import GenerationOrder
@@ -35,7 +36,7 @@ class LiveExperiments:
         self._path = path
         self._store = store
         self._max_draft_tokens = max_draft_tokens
-        self._drafters: frozenset[str] | None = None
+        self._names = DrafterNames()
         self._read: Experiment | None = None
         self._running: Experiment | None = None
         self._variants: OrderedDict[str, str] = OrderedDict()
@@ -50,33 +51,38 @@ class LiveExperiments:
         return self._read
 
     @property
+    def names(self) -> DrafterNames:
+        """What the names of drafters stand for now."""
+        return self._names
+
+    @property
     def variants(self) -> tuple[str, ...]:
         if self._running is None:
             return ()
         return tuple(v.name for v in self._running.variants if v.weight > 0)
 
-    def open(self, drafters: Sequence[str]) -> None:
-        """Once the engine's drafters are known. Raises ExperimentError or OSError."""
-        self._drafters = frozenset(drafters)
-        self.reload()
+    def read(self) -> Experiment | None:
+        """The file as it is now. Raises ExperimentError or OSError."""
+        if self._path is None or not self._path.exists():
+            return None
+        return read_experiment(self._path)
 
-    def reload(self) -> None:
-        """Read the file again. Raises ExperimentError or OSError and changes nothing then."""
-        if self._path is None or self._drafters is None:
-            return
-        if not self._path.exists():
-            self._read = self._running = None
-            return
-        found = read_experiment(self._path)
-        self._check(found, self._drafters)
-        self._read = found
-        self._running = self._without_rolled_back(found)
+    def check(self, found: Experiment | None, drafters: Collection[str]) -> None:
+        """Whether it can follow what runs, on a server with these drafters: ExperimentError."""
+        if found is not None:
+            self._check(found, drafters)
+
+    def take(self, found: Experiment | None, names: DrafterNames) -> None:
+        """Assign by it from now on. Raises OSError or ValueError for rollbacks that cannot be
+        read, and changes nothing then."""
+        running = None if found is None else self._without_rolled_back(found)
+        self._read, self._running, self._names = found, running, names
 
     def assign(self, order: GenerationOrder, tenant: str, now: float) -> Assigned:
         """now: Unix seconds. A client that chooses its drafter, or none, is in no experiment."""
         experiment, wanted = self._running, order.speculation
         if experiment is None or wanted.drafter is not None or wanted.mode is SpeculationMode.OFF:
-            return Assigned(order)
+            return Assigned(replace(order, speculation=self._names.resolved(wanted)))
         unit = tenant if experiment.unit == "tenant" and tenant else order.request_id
         variant = experiment.control
         slots = experiment.slots
@@ -94,7 +100,8 @@ class LiveExperiments:
                 max_draft_tokens=min(known) if known else None,
             )
         self._remember(order.request_id, variant.name)
-        return Assigned(replace(order, speculation=speculation), variant.name)
+        resolved = self._names.resolved(speculation)
+        return Assigned(replace(order, speculation=resolved), variant.name)
 
     def variant_of(self, request_id: str) -> str:
         """Of a request that was assigned not too long ago, its further completions included."""
@@ -113,7 +120,7 @@ class LiveExperiments:
     def _without_rolled_back(self, experiment: Experiment) -> Experiment:
         return experiment.without(self._store.rolled_back(experiment))
 
-    def _check(self, found: Experiment, drafters: frozenset[str]) -> None:
+    def _check(self, found: Experiment, drafters: Collection[str]) -> None:
         for variant in found.variants:
             for name in variant.drafters:
                 if name not in drafters:

@@ -136,6 +136,11 @@ class Experiment:
         return self.variants[1:]
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """All that its requests may draft with."""
+        return tuple(dict.fromkeys(name for v in self.variants for name in v.drafters))
+
+    @property
     def hash_key(self) -> bytes:
         return (self.key or self.name).encode()
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import logging
+import shutil
 import sqlite3
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +68,12 @@ def _settings(folder: Path, tmp_path: Path, **changes: object) -> ServiceSetting
     return ServiceSettings(**{**known, **changes})  # type: ignore[arg-type]
 
 
+async def _until_variants(client: AsyncClient, variants: list[str]) -> None:
+    async with asyncio.timeout(60):
+        while list((await client.model()).variants) != variants:
+            await asyncio.sleep(0.02)
+
+
 async def test_requests_are_spread_over_heads_and_the_text_is_the_same(
     home: Path, tmp_path: Path
 ) -> None:
@@ -83,6 +92,7 @@ async def test_requests_are_spread_over_heads_and_the_text_is_the_same(
             'weight = 0.5\n[[', 'weight = 1\n[['
         ).replace('0002"]\nweight = 0.5', '0002"]\nweight = 0'))  # fmt: skip
         server.reload()
+        await _until_variants(client, ["control"])
         for _ in range(6):
             result = await client.generate("the quick", **options).result()
             texts.add(result.text)
@@ -96,22 +106,134 @@ async def test_requests_are_spread_over_heads_and_the_text_is_the_same(
     assert len(rows) == 18
     assert {variant for variant, _ in rows[:12]} == {"control", "candidate"}
     assert {variant for variant, _ in rows[12:]} == {"control"}
-    drafters = {"control": "head:chat", "candidate": "head:chat@0002"}
+    drafters = {"control": "head:chat@0001", "candidate": "head:chat@0002"}
     assert all(drafter in (None, drafters[variant]) for variant, drafter in rows)
     assert {drafter for _, drafter in rows[:12] if drafter} == set(drafters.values())
 
 
-async def test_an_experiment_over_a_head_that_is_not_loaded_stops_the_start(
+async def test_heads_of_the_file_are_loaded_with_it_and_an_unknown_one_stops_the_start(
     home: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "experiment.toml").write_text(_EXPERIMENT)
-    server = assemble(_settings(home, tmp_path, heads=("chat",)))
+    (tmp_path / "experiment.toml").write_text(_EXPERIMENT.replace("0002", "0003"))
+    server = assemble(_settings(home, tmp_path, heads=()))
     await server.listen()
-    with pytest.raises(ValueError, match="unknown drafter 'head:chat@0002'"):
+    with pytest.raises(ValueError, match=r"heads\.chat@0003: version: chat has no version 0003"):
         await server.load()
     await server.stop(0.0)
-    with pytest.raises(SetUpError, match="heads: version: chat has no version 0003"):
+    with pytest.raises(SetUpError, match=r"heads\.chat@0003: version: chat has no version 0003"):
         assemble(_settings(home, tmp_path, heads=("chat@0003",)))
+
+
+def _copied(home: Path, tmp_path: Path) -> Path:
+    """A home of the test's own, whose registry it may change."""
+    copy = tmp_path / "copied"
+    shutil.copytree(home / "registry", copy / "registry")
+    (copy / "target").symlink_to(home / "target")
+    return copy
+
+
+async def test_a_new_head_is_loaded_on_reload_and_an_unused_one_goes_while_requests_run(
+    home: Path, tmp_path: Path
+) -> None:
+    own, path = _copied(home, tmp_path), tmp_path / "experiment.toml"
+    settings = _settings(own, tmp_path, heads=("chat",), finish_when_recorded=True)
+    server = assemble(settings)
+    await server.listen()
+    await server.load()
+    options: dict[str, Any] = {
+        "max_tokens": 400,
+        "seed": 1,
+        "speculation": True,
+        "ignore_eos": True,
+    }
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        found = (await client.model()).drafters
+        assert [d for d in found if "head:" in d] == ["head:chat@0001", "head:chat"]
+        alone = await client.generate("the quick", **options).result()
+        stream = client.generate("the quick", **options, drafter="head:chat")
+        running = asyncio.create_task(stream.result())
+        while not server.num_live_requests:
+            await asyncio.sleep(0)
+        HeadRegistry(own / "registry").promote("chat", "0002")
+        path.write_text(_EXPERIMENT.replace('"head:chat"]', '"prompt_lookup"]'))
+        server.reload()
+        await _until_variants(client, ["control", "candidate"])
+        found = (await client.model()).drafters
+        assert [d for d in found if "head:" in d] == ["head:chat@0002", "head:chat"]
+        await client.generate(
+            "the quick", request_id="after", max_tokens=8, drafter="head:chat", ignore_eos=True
+        ).result()
+        rest = await running
+        assert rest.text == alone.text, "the change was noticed"
+        path.unlink()
+        server.reload()
+        await _until_variants(client, [])
+    await server.stop(5.0)
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute(
+            "SELECT r.request_id, d.name FROM requests r LEFT JOIN drafters d USING (drafter_key) "
+            "ORDER BY ledger_id"
+        ).fetchall()
+    drafters = dict(rows)
+    assert drafters["after"] == "head:chat@0002", "a new request follows the promotion"
+    assert drafters[rest.request_id] == "head:chat@0001", "a running one ends with what it had"
+
+
+async def test_a_broken_head_is_refused_by_name_and_changes_nothing(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, path = _copied(home, tmp_path), tmp_path / "experiment.toml"
+    path.write_text(_EXPERIMENT)
+    server = assemble(_settings(own, tmp_path, heads=()))
+    await server.listen()
+    await server.load()
+    broken = own / "registry" / "chat" / "versions" / "0003"
+    shutil.copytree(own / "registry" / "chat" / "versions" / "0002", broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["norm_before_fc"] = "perhaps"
+    (broken / "config.json").write_text(json.dumps(config))
+    registration = json.loads((broken / "registration.json").read_text())
+    (broken / "registration.json").write_text(json.dumps(registration | {"version": "0003"}))
+    path.write_text(_EXPERIMENT.replace("2026-01-01", "2026-01-02").replace("0002", "0003"))
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        before = await client.model()
+        server.reload()
+        async with asyncio.timeout(60):
+            while not (told := [r for r in caplog.records if r.levelno == logging.ERROR]):
+                await asyncio.sleep(0.02)
+        assert "heads.chat@0003: " in told[0].getMessage()
+        assert "norm_before_fc" in told[0].getMessage()
+        assert await client.model() == before
+    await server.stop(1.0)
+
+
+async def test_a_promotion_is_followed_without_a_signal(home: Path, tmp_path: Path) -> None:
+    own = _copied(home, tmp_path)
+    settings = _settings(
+        own,
+        tmp_path,
+        heads=(),
+        drafters=("prompt_lookup", "head:chat"),
+        experiment_file=None,
+        experiment_check_seconds=0.05,
+    )
+    server = assemble(settings)
+    await server.listen()
+    await server.load()
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "speculation": True}
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        await client.generate("the quick", **options).result()
+        HeadRegistry(own / "registry").promote("chat", "0002")
+        async with asyncio.timeout(60):
+            while "head:chat@0002" not in (await client.model()).drafters:
+                await asyncio.sleep(0.02)
+        await client.generate("the quick", **options).result()
+    await server.stop(5.0)
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute(
+            "SELECT d.name FROM requests JOIN drafters d USING (drafter_key) ORDER BY ledger_id"
+        ).fetchall()
+    assert [name for (name,) in rows] == ["head:chat@0001", "head:chat@0002"]
 
 
 _UNEQUAL = """

@@ -12,6 +12,7 @@ import pytest
 
 from service.experiments.assignment import assign
 from service.experiments.guard_rails import Action
+from service.experiments.heads import DrafterNames
 from service.experiments.live import LiveExperiments
 from service.experiments.records import RollbackStore
 from service.experiments.watch import ExperimentWatch
@@ -60,7 +61,7 @@ class Rig:
     def _start(self) -> LiveExperiments:
         store = RollbackStore(self._folder / "rollbacks")
         found = LiveExperiments(self._folder / "experiment.toml", store, 4)
-        found.open(("old", "new"))
+        found.take(found.read(), DrafterNames())
         return found
 
     def _watch(self, experiments: LiveExperiments) -> ExperimentWatch:
