@@ -73,7 +73,7 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 class ServerProcess:
     """A `tandem serve` of its own, configured as in a pod: by the environment alone."""
 
-    def __init__(self, model: Path, home: Path, grace_seconds: float) -> None:
+    def __init__(self, model: Path, home: Path, grace_seconds: float, **variables: str) -> None:
         self.port = _free_port()
         self._process: asyncio.subprocess.Process | None = None
         self._log = home.with_suffix(".log")
@@ -87,6 +87,7 @@ class ServerProcess:
             "TANDEM_NUM_THREADS": "1",
             "TANDEM_KV_CACHE_MEMORY": "200000000",
             "TANDEM_GRACE_SECONDS": str(grace_seconds),
+            **variables,
         }
 
     async def start(self) -> None:
