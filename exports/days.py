@@ -19,19 +19,18 @@ from exports.facts import (
     FACT_LATENCY_HISTOGRAM,
     FACT_REQUEST,
 )
+from exports.latency_histogram import LatencyHistogram
 from exports.ledger_facts import DayTotals
 from exports.prefetch import Prefetch
 from exports.row_stream import Statement
+from exports.slices import slices_of
 from exports.transform import (
     acceptance_rows,
     fact_capacity,
     fact_equivalence,
     fact_requests,
-    latency_rows,
     new_acceptance_fold,
     new_equivalence_fold,
-    new_latency_fold,
-    slices_of,
     without_rows,
 )
 from exports.write import TableWriter, day_folder
@@ -101,7 +100,7 @@ class DayBuilder:
     def requests(self, day: date, rows: Batches, acceptance: Batches) -> WrittenDay:
         """fact_request, fact_latency_histogram and fact_acceptance; both inputs in ledger order."""
         quality, num_superseded = DayQuality(), 0
-        latency, acceptance_fold = new_latency_fold(), new_acceptance_fold()
+        latency, acceptance_fold = LatencyHistogram(), new_acceptance_fold()
         with (
             TableWriter(self.staging, FACT_REQUEST, day_folder(day), _SUMMED) as writer,
             Prefetch(rows) as ahead,
@@ -114,8 +113,7 @@ class DayBuilder:
                 requests = fact_requests(kept)
                 writer.add(requests)
                 slices = slices_of(requests)
-                for values in latency_rows(requests, slices):
-                    latency.add(values)
+                latency.add(requests, slices)
                 acceptance_fold.add(acceptance_rows(requests, slices, positions))
                 self.on_rows(batch.num_rows)
             files = {FACT_REQUEST.name: writer.finish()}

@@ -1,7 +1,6 @@
 """From ledger rows to rows of the star schema: pure functions over Arrow batches."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -17,15 +16,11 @@ from exports.facts import (
     FACT_ACCEPTANCE,
     FACT_CAPACITY,
     FACT_EQUIVALENCE,
-    FACT_LATENCY_HISTOGRAM,
     FACT_REQUEST,
-    LATENCY_BOUNDS_SECONDS,
-    LATENCY_METRICS,
 )
+from exports.slices import Slices, summed_by
 
 _MICROSECONDS_PER_HOUR = 3_600_000_000
-_BOUNDS = np.array(LATENCY_BOUNDS_SECONDS)
-_SLICE = ("date_key", "hour_key", "model_key", "drafter_key", "variant_key", "tenant_key")
 _ACCEPTANCE_MEASURES = (
     "num_draft_tokens",
     "num_accepted_tokens",
@@ -70,11 +65,6 @@ class Fold:
         ).select(self._schema.names)
 
 
-def new_latency_fold() -> Fold:
-    """An empty fact_latency_histogram."""
-    return Fold(FACT_LATENCY_HISTOGRAM, ("num_requests", "sum_microseconds"))
-
-
 def new_acceptance_fold() -> Fold:
     """An empty fact_acceptance."""
     return Fold(FACT_ACCEPTANCE, _ACCEPTANCE_MEASURES)
@@ -113,51 +103,6 @@ def fact_equivalence(batch: pa.RecordBatch) -> pa.Table:
     return _shaped(columns, FACT_EQUIVALENCE)
 
 
-@dataclass(frozen=True, slots=True)
-class Slices:
-    """Which of the `rows` (the distinct keys that facts are sliced by) each request belongs to."""
-
-    rows: pa.Table
-    places: np.ndarray  # [num_requests]
-
-
-def slices_of(requests: pa.Table) -> Slices:
-    """The slices of rows of fact_request."""
-    places = np.zeros(requests.num_rows, dtype=np.int64)
-    for name in _SLICE:
-        encoded = pc.dictionary_encode(requests.column(name).combine_chunks())
-        # Packed again after each key, so that the number never exceeds that of the requests.
-        packed = pa.array(places * max(len(encoded.dictionary), 1) + encoded.indices.to_numpy())
-        places = pc.dictionary_encode(packed).indices.to_numpy().astype(np.int64)
-    first = np.unique(places, return_index=True)[1]
-    return Slices(requests.select(_SLICE).take(pa.array(first)), places)
-
-
-def latency_rows(requests: pa.Table, slices: Slices) -> Iterable[pa.Table]:
-    """One table per metric: a row per slice and bucket, to be folded."""
-    for metric in LATENCY_METRICS:
-        values = requests.column(f"{metric}_seconds")
-        seconds = values.drop_null().to_numpy()
-        if not len(seconds):
-            continue
-        places = slices.places[values.is_valid().to_numpy()]
-        bucket = np.minimum(np.searchsorted(_BOUNDS, seconds, side="left"), len(_BOUNDS) - 1)
-        microseconds = np.rint(seconds * 1e6).astype(np.int64)
-        cells, (counts, sums) = _summed_by(
-            places * len(_BOUNDS) + bucket, (np.ones_like(places), microseconds)
-        )
-        bucket = cells % len(_BOUNDS)
-        columns = {
-            **_slice_columns(slices, cells // len(_BOUNDS)),
-            "metric": pa.repeat(pa.scalar(metric), len(cells)),
-            "bucket": pa.array(bucket),
-            "upper_seconds": pa.array(_BOUNDS[bucket]),
-            "num_requests": pa.array(counts),
-            "sum_microseconds": pa.array(sums),
-        }
-        yield _shaped(columns, FACT_LATENCY_HISTOGRAM)
-
-
 def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) -> pa.Table:
     """A row per slice and position from 1, and position 0 for the steps that accepted nothing.
 
@@ -182,7 +127,7 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
     zeros = np.zeros(int(first.sum()), dtype=np.int64)
     width = int(position.max(initial=0)) + 2
     cell = slices.places[place] * width
-    cells, sums = _summed_by(
+    cells, sums = summed_by(
         np.concatenate([cell + position + 1, cell[first]]),
         tuple(
             np.concatenate(pair)
@@ -195,27 +140,11 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
         ),
     )
     columns = {
-        **_slice_columns(slices, cells // width),
+        **slices.columns(cells // width),
         "position": pa.array(cells % width),
         **{name: pa.array(values) for name, values in zip(_ACCEPTANCE_MEASURES, sums, strict=True)},
     }
     return _shaped(columns, FACT_ACCEPTANCE)
-
-
-def _summed_by(
-    cells: np.ndarray, measures: tuple[np.ndarray, ...]
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    # np.bincount would add in floating point; these are sums of money and time to the last unit.
-    names = [f"measure_{index}" for index in range(len(measures))]
-    table = pa.table([pa.array(cells), *map(pa.array, measures)], ["cell", *names])
-    summed = table.group_by("cell", use_threads=False).aggregate([(name, "sum") for name in names])
-    sums = [summed.column(f"{name}_sum").to_numpy() for name in names]
-    return summed.column("cell").to_numpy(), sums
-
-
-def _slice_columns(slices: Slices, places: np.ndarray) -> dict[str, pa.ChunkedArray]:
-    rows = slices.rows.take(pa.array(places))
-    return {name: rows.column(name) for name in _SLICE}
 
 
 def _with_keys(batch: pa.RecordBatch, instant: str) -> dict[str, pa.Array]:
