@@ -12,7 +12,7 @@ followed by one n + 1 tokens later. At temperature 1 the expected accepted lengt
 round, sum over k of the product of the overlaps, is averaged over positions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,8 @@ class ConversationScore:
     accepted[k] and rounds[k] are of greedy rounds of at most k + 1 drafts. reach[k]: rounds of
     the longest kind that accepted draft k. expected[k]: mean expected accepted drafts of
     rounds of at most k + 1 sampled drafts. confidences: (confidence, was accepted) of reached
-    drafts. walk: (output position, accepted drafts) of every round of the longest kind.
+    drafts. walk: (output position, accepted drafts) of every round of the longest kind. language:
+    of the answer, ISO 639-1.
     """
 
     key: str
@@ -43,6 +44,7 @@ class ConversationScore:
     expected: tuple[float, ...]
     confidences: tuple[tuple[float, bool], ...]
     walk: tuple[tuple[int, int], ...]
+    language: str = "unknown"
 
 
 def walk_rounds(is_match: Sequence[Sequence[bool]], num_drafts: int) -> list[tuple[int, int]]:
@@ -67,11 +69,14 @@ def score_conversations(
     cache: FeatureCache,
     rows: Iterable[CachedRow],
     num_steps: int,
+    language_of: Callable[[Sequence[int]], str] | None = None,
 ) -> list[ConversationScore]:
-    """One score per conversation that has anything to draft."""
+    """One score per conversation that has anything to draft. language_of: from an answer's token
+    ids to its language."""
     found = []
     for row in rows:
-        batch = make_batch([cache.read(row)])
+        features = cache.read(row)
+        batch = make_batch([features])
         if not bool((batch.depth_limits > 0).any()):
             continue
         outputs = [output.to(batch.last.dtype) for output in unroll(head, batch, num_steps)]
@@ -100,6 +105,9 @@ def score_conversations(
                 tuple(float(x) for x in reached.cumsum(0).mean(1)),
                 tuple(confidences),
                 tuple(walks[-1]),
+                language_of(features.token_ids[row.num_prompt_tokens :].tolist())
+                if language_of is not None
+                else "unknown",
             )
         )
     return found

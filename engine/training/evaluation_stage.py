@@ -17,6 +17,7 @@ from engine.training.data_stage import make_data
 from engine.training.evaluation import ConversationScore, score_conversations
 from engine.training.feature_cache import FeatureCache
 from engine.training.feature_stage import make_features
+from engine.training.language import language_reader
 from engine.training.material import make_teacher
 from engine.training.recipe import Recipe
 from engine.training.report import compare, summarize
@@ -60,7 +61,16 @@ class EvaluationSet:
             cache = FeatureCache(run.folder / "features", run.identity)
             with torch.inference_mode():
                 teacher = make_teacher(run, head)
-                found.append(score_conversations(head, teacher, cache, cache.rows, num_drafts))
+                found.append(
+                    score_conversations(
+                        head,
+                        teacher,
+                        cache,
+                        cache.rows,
+                        num_drafts,
+                        language_reader(target.tokenizer),
+                    )
+                )
         return found[0], found[1]
 
 

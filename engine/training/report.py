@@ -45,6 +45,7 @@ def summarize(
             for n, before in zip(accepted_at, [rounds, *accepted_at], strict=False)
         ],
         "by_source": _grouped(greedy, lambda s: s.source or "unknown", num_drafts),
+        "by_language": _grouped(greedy, lambda s: s.language, num_drafts),
         "by_context": _grouped(
             greedy, lambda s: _bucket(s.num_prompt_tokens, _CONTEXT_BOUNDS), num_drafts
         ),

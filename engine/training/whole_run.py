@@ -18,6 +18,7 @@ from engine.training.evaluation import (
 from engine.training.evaluation_stage import calibration_of
 from engine.training.feature_cache import FeatureCache
 from engine.training.feature_stage import make_features
+from engine.training.language import language_reader
 from engine.training.material import held_out, make_material, make_teacher
 from engine.training.planning import make_plan
 from engine.training.run import Run
@@ -46,6 +47,7 @@ def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
 def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
     """Score the heads on the held-out conversations and keep the best in RUN/head."""
     num_drafts = run.recipe.head.num_draft_tokens
+    languages = language_reader(run.target.tokenizer)
     scores = {}
     for name, folder in heads.items():
         material = make_material(run, folder)
@@ -55,7 +57,7 @@ def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
         teacher = make_teacher(run, head)
         greedy = [row for row in rows if row.temperature == 0] or rows
         scores[name] = (
-            score_conversations(head, teacher, cache, greedy, num_drafts),
+            score_conversations(head, teacher, cache, greedy, num_drafts, languages),
             score_conversations(head, teacher, cache, rows, num_drafts),
         )
     reports = {name: report.summarize(*both, num_drafts) for name, both in scores.items()}

@@ -76,6 +76,7 @@ def _score(key: int, accepted: int, rounds: int) -> ConversationScore:
         "expected": (accepted / rounds,),
         "confidences": ((0.5, True),),
         "walk": walk,
+        "language": "en",
     }
     names = ConversationScore.__slots__
     return ConversationScore(**{name: known[name] for name in names})
