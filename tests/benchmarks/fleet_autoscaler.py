@@ -13,6 +13,7 @@ from tests.benchmarks.fleet_model import Fleet
 
 SYNC_SECONDS = 15.0  # --horizontal-pod-autoscaler-sync-period
 TOLERANCE = 0.1  # --horizontal-pod-autoscaler-tolerance
+GOODPUT_SECONDS = 120.0  # k8s/components/monitoring/recording.yaml looks at two minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Policy:
     max_replicas: int
     waiting_target: float
     rows_target: float
+    goodput_target: float  # a share of the best
     up_window_seconds: float
     up_pods: int
     up_share: float
@@ -36,7 +38,7 @@ def read_policy(path: Path, max_replicas: int | None = None) -> Policy:
     """The policy of a manifest; `max_replicas` for a fleet that is larger than its example."""
     spec = yaml.safe_load(path.read_text())["spec"]
     targets = {
-        metric["pods"]["metric"]["name"]: float(metric["pods"]["target"]["averageValue"])
+        metric["pods"]["metric"]["name"]: _number(metric["pods"]["target"]["averageValue"])
         for metric in spec["metrics"]
     }
     up, down = spec["behavior"]["scaleUp"], spec["behavior"]["scaleDown"]
@@ -47,6 +49,7 @@ def read_policy(path: Path, max_replicas: int | None = None) -> Policy:
         max_replicas or spec["maxReplicas"],
         targets["tandem_queue_depth"],
         targets["tandem_rows"],
+        targets["tandem_goodput_share"],
         up["stabilizationWindowSeconds"],
         by_kind["Pods"]["value"],
         by_kind["Percent"]["value"] / 100,
@@ -55,6 +58,11 @@ def read_policy(path: Path, max_replicas: int | None = None) -> Policy:
         down_step["value"],
         down_step["periodSeconds"],
     )
+
+
+def _number(quantity: str) -> float:
+    """A Kubernetes quantity without a unit, or in thousandths."""
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,7 @@ class Autoscaler:
         self._fleet, self._policy = fleet, policy
         self._wishes: deque[tuple[float, int]] = deque()
         self._changes: deque[tuple[float, int]] = deque()
+        self._emitted: deque[tuple[float, float]] = deque()
         self.readings: list[Reading] = []
         fleet.env.process(self._run())
 
@@ -85,7 +94,8 @@ class Autoscaler:
             ready, current = self._fleet.ready(), len(self._fleet.wanted())
             num_waiting = sum(len(replica.waiting) for replica in ready)
             num_rows = sum(replica.num_rows for replica in ready)
-            wish = self._wish(len(ready), current, num_waiting, num_rows)
+            goodput = self._goodput_share(len(ready))
+            wish = self._wish(len(ready), current, num_waiting, num_rows, goodput)
             target = self._allowed(current, self._steady(current, wish))
             if target > current:
                 self._fleet.grow(target - current, env.now + self._fleet.shape.start_seconds)
@@ -98,11 +108,25 @@ class Autoscaler:
             )
             yield env.timeout(SYNC_SECONDS)
 
-    def _wish(self, num_ready: int, current: int, num_waiting: int, num_rows: int) -> int:
+    def _goodput_share(self, num_ready: int) -> float:
+        """Of the mean replica over the last two minutes, as a share of the best there can be."""
+        now = self._fleet.env.now
+        self._emitted.append((now, self._fleet.num_emitted()))
+        while self._emitted[0][0] < now - GOODPUT_SECONDS:
+            self._emitted.popleft()
+        (since, before), (_, emitted) = self._emitted[0], self._emitted[-1]
+        best = self._fleet.shape.best_tokens_per_second()
+        return (emitted - before) / max(now - since, SYNC_SECONDS) / max(num_ready, 1) / best
+
+    def _wish(
+        self, num_ready: int, current: int, num_waiting: int, num_rows: int, goodput: float
+    ) -> int:
         # A pod that is not ready yet counts as one without load.
         policy, ready = self._policy, max(num_ready, 1)
         ratio = max(
-            num_waiting / ready / policy.waiting_target, num_rows / ready / policy.rows_target
+            num_waiting / ready / policy.waiting_target,
+            num_rows / ready / policy.rows_target,
+            goodput / policy.goodput_target,
         )
         if ratio > 1 and current > num_ready:
             ratio = max(1.0, ratio * num_ready / current)

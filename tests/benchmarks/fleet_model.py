@@ -46,6 +46,10 @@ class Shape:
             for drafts in range(MAX_DRAFT_TOKENS + 1)
         )
 
+    def best_tokens_per_second(self) -> float:
+        """Of all rows together, when no prompt is computed."""
+        return max(n * self.tokens_per_second(n) for n in range(1, self.max_num_rows + 1))
+
 
 @dataclass(slots=True)
 class Job:
@@ -71,6 +75,7 @@ class Replica:
         self.is_leaving = False
         self.waiting: deque[Job] = deque()
         self.finished: list[Job] = []
+        self.num_emitted = 0.0  # tokens since the start
         self._prefills: deque[Job] = deque()
         self._rows: list[tuple[float, int, Job]] = []  # by the progress at which they are done
         self._progress = 0.0  # tokens that each row has got since the start
@@ -133,7 +138,9 @@ class Replica:
         began_at, seconds = self.env.now, (self._rows[0][0] - self._progress) / rate
         self._woken = self.env.event()
         yield self.env.timeout(max(seconds, 0.0)) | self._woken
-        self._progress += (self.env.now - began_at) * rate
+        num_tokens = (self.env.now - began_at) * rate
+        self._progress += num_tokens
+        self.num_emitted += num_tokens * len(self._rows)
         while self._rows and self._rows[0][0] <= self._progress + 1e-6:
             job = heapq.heappop(self._rows)[2]
             job.finished_at = self.env.now
@@ -177,6 +184,10 @@ class Fleet:
         for replica in [r for r in self.replicas if r.is_leaving and not r.load]:
             self.replicas.remove(replica)
             self.gone.append(replica)
+
+    def num_emitted(self) -> float:
+        """Tokens of all replicas since the start."""
+        return sum(replica.num_emitted for replica in (*self.replicas, *self.gone))
 
     def jobs(self) -> list[Job]:
         """Everything finished so far."""

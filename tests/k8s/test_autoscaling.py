@@ -1,13 +1,24 @@
 """Autoscalers ask for metrics that servers have, and react in time."""
 
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 
 import service.recording
 from telemetry.dashboards.promql import prometheus_name
 from telemetry.names import METRICS
-from tests.k8s.manifests import Resource, of_kind, server_settings
+from tests.k8s.manifests import K8S, Resource, build, named, of_kind, server_settings
+
+MONITORING = K8S / "components" / "monitoring"
+SERIES = {
+    prometheus_name(spec) + suffix
+    for spec in METRICS
+    for suffix in ("", "_sum", "_count", "_bucket")
+}
 
 
 def _metrics_asked_for(resources: list[Resource]) -> set[str]:
@@ -22,8 +33,94 @@ def _metrics_asked_for(resources: list[Resource]) -> set[str]:
     return asked
 
 
+def _recorded(resources: list[Resource]) -> dict[str, str]:
+    """Names that Prometheus computes, with their expressions."""
+    return {
+        rule["record"]: rule["expr"]
+        for found in of_kind(resources, "PrometheusRule")
+        for group in found["spec"]["groups"]
+        for rule in group["rules"]
+        if "record" in rule
+    }
+
+
 def test_autoscalers_ask_for_metrics_that_exist(resources: list[Resource]) -> None:
-    assert _metrics_asked_for(resources) <= {prometheus_name(spec) for spec in METRICS}
+    recorded = _recorded(resources)
+    asked = _metrics_asked_for(resources)
+    assert asked <= {prometheus_name(spec) for spec in METRICS} | recorded.keys()
+    for expression in recorded.values():
+        assert set(re.findall(r"\btandem_\w+", expression)) <= SERIES
+
+
+@pytest.mark.parametrize("overlay", ["prod-gpu", "prod-gpu-keda"])
+def test_production_scales_by_the_queue_the_rows_and_the_goodput(overlay: str) -> None:
+    expected = {"tandem_queue_depth", "tandem_rows", "tandem_goodput_share"}
+    assert _metrics_asked_for(build(overlay)) == expected
+
+
+def test_the_adapter_offers_what_the_autoscaler_asks_for() -> None:
+    (rule,) = yaml.safe_load((MONITORING / "adapter-values.yaml").read_text())["rules"]["custom"]
+    (pattern,) = re.findall(r'__name__=~"([^"]+)"', rule["seriesQuery"])
+    asked = _metrics_asked_for(build("prod-gpu"))
+    assert {name for name in asked if re.fullmatch(pattern, name)} == asked
+    assert not re.fullmatch(pattern, "tandem_rows_total")
+    # Each series carries these labels, by which the autoscaler finds the pods of its Deployment.
+    assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
+
+
+def test_an_idle_replica_has_no_goodput_and_a_busy_one_its_share_of_the_best(
+    tmp_path: Path,
+) -> None:
+    """Two replicas, one twice as fast; the fast one is busy half of the time, then not at all."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: the rule cannot be evaluated")
+    rules = named(build("prod-gpu"), "PrometheusRule", "tandem-autoscaling")["spec"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    labels = 'namespace="tandem",service="tandem-metrics"'
+    fast, slow = f'{{{labels},pod="fast"}}', f'{{{labels},pod="slow"}}'
+    expected = {"10m": {"fast": 0.5, "slow": 0.5}, "30m": {"fast": 0.0, "slow": 0.5}}
+    case = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "15s",
+                "input_series": [
+                    {"series": f"tandem_goodput_per_second{fast}", "values": "100x160"},
+                    {"series": f"tandem_goodput_per_second{slow}", "values": "50x160"},
+                    {
+                        "series": f"tandem_step_duration_seconds_sum{fast}",
+                        "values": "0+7.5x60 450x100",
+                    },
+                    {"series": f"tandem_step_duration_seconds_sum{slow}", "values": "0+15x160"},
+                ],
+                "promql_expr_test": [
+                    {
+                        "expr": "tandem_goodput_share",
+                        "eval_time": at,
+                        "exp_samples": [
+                            {
+                                "labels": f'tandem_goodput_share{{namespace="tandem",pod="{pod}"}}',
+                                "value": value,
+                            }
+                            for pod, value in shares.items()
+                        ],
+                    }
+                    for at, shares in expected.items()
+                ],
+            }
+        ],
+    }
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    checked = subprocess.run(
+        [promtool, "test", "rules", "case.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_autoscalers_react_before_the_rows_are_full(

@@ -81,7 +81,7 @@ def test_speculation_helps_few_rows_and_never_slows_any() -> None:
 def test_the_policy_is_that_of_the_manifest() -> None:
     policy = read_policy(SCALE)
     assert (policy.min_replicas, policy.max_replicas) == (2, 20)
-    assert (policy.waiting_target, policy.rows_target) == (2, 12)
+    assert (policy.waiting_target, policy.rows_target, policy.goodput_target) == (2, 12, 0.85)
     assert (policy.up_share, policy.up_pods, policy.up_period_seconds) == (1.0, 2, 60)
     assert (policy.down_window_seconds, policy.down_pods) == (900, 1)
 
@@ -109,6 +109,20 @@ def test_the_autoscaler_doubles_at_most_per_minute_and_shrinks_one_by_one() -> N
     last_busy = max(reading.at for reading in scaler.readings if reading.num_rows)
     assert first_fall > last_busy - policy.down_window_seconds
     assert len(fleet.jobs()) + fleet.num_refused == 6000
+
+
+def test_the_autoscaler_reacts_to_goodput_alone() -> None:
+    policy = replace(read_policy(SCALE), waiting_target=1e9, rows_target=1e9, min_replicas=1)
+    sizes = []
+    for target in (policy.goodput_target, 1e9):
+        env = simpy.Environment()
+        fleet = Fleet(env, SHAPE)
+        fleet.grow(1, 0.0)
+        scaler = Autoscaler(fleet, replace(policy, goodput_target=target))
+        env.process(fleet.feed([Job(index / 10, 5, 400) for index in range(3000)]))
+        env.run(until=300)
+        sizes.append(max(reading.num_replicas for reading in scaler.readings))
+    assert sizes[0] > sizes[1] == 1
 
 
 def test_a_new_replica_takes_requests_only_once_it_is_ready() -> None:
