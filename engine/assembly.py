@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.aligned_runner import AlignedRunner
+from engine.attention_probe import measure_attention
 from engine.audit import Auditor
 from engine.cache_sizes import ExaminedModel, make_cache, make_caches
 from engine.config import AuditConfig, EngineConfig, LayoutName
@@ -208,6 +209,11 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
     guarantee = probe_guarantee(runner)
     if config.numerics == "auto" and guarantee != "bit_exact":
         runner.padding = NO_PADDING
+    if isinstance(runner, ModelRunner):
+        block_size = None if cache.is_contiguous else size
+        runner.attention_costs = measure_attention(
+            loaded.model, scratch.shape, runner.padding, block_size
+        )
     path = None
     if config.cost_table_folder is not None:
         path = Path(config.cost_table_folder) / f"{_cost_key(examined, runner)}.json"

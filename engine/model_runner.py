@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from engine.experts import pad_experts
 from engine.kv_cache import KVCache
+from engine.layout.grouping import UNMEASURED
 from engine.layout.plan import ForwardRow, Padding
 from engine.layout.ragged import plan_forward
 from engine.planned_attention import PlannedAttention
@@ -31,6 +32,7 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.padding = padding
+        self.attention_costs = UNMEASURED
         self.num_forwards = 0
         self.num_positions = 0
         self.num_row_tokens = 0
@@ -61,7 +63,7 @@ class ModelRunner:
         that fails, or whose tokens are rejected, leaves nothing to undo.
         """
         started = time.perf_counter_ns()
-        plan = plan_forward(rows, self.cache, self.padding)
+        plan = plan_forward(rows, self.cache, self.padding, self.attention_costs)
         self.align_nanoseconds += time.perf_counter_ns() - started
         arguments: dict[str, Any] = {}
         if self._keeps_logits:

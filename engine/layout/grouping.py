@@ -11,6 +11,22 @@ _LEAST_FULL = 0.8
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCosts:
+    """What attention takes in one forward, all layers together: call_seconds for one more kernel
+    call per layer, key_seconds for one key that one row reads."""
+
+    call_seconds: float
+    key_seconds: float
+
+    def __post_init__(self) -> None:
+        if not (self.call_seconds >= 0 and self.key_seconds >= 0):
+            raise ValueError("costs must not be negative")
+
+
+UNMEASURED = AttentionCosts(call_seconds=1.0, key_seconds=0.0)  # one call is best
+
+
+@dataclass(frozen=True, slots=True)
 class PoolRow:
     """A row that could run. length counts its tokens in the cache, expected_tokens what its next
     step should emit, num_skipped the groups it was left out of since it last ran. Rows of the same
@@ -91,6 +107,33 @@ def _nearest(chosen: Sequence[PoolRow], pool: Sequence[PoolRow], count: int) -> 
         )
     )
     return others[:count]
+
+
+def split_by_keys(num_keys: Sequence[int], costs: AttentionCosts) -> list[range]:
+    """Cut rows that lie in this order into runs that each take one kernel call.
+
+    A call reads as many keys for all of its rows as its longest row needs. The cut that costs
+    least: calls times call_seconds, plus keys read times key_seconds.
+    """
+    total = len(num_keys)
+    if costs.key_seconds == 0 or min(num_keys) == max(num_keys):
+        return [range(total)]
+    best = [0.0] * (total + 1)  # best[stop]: the cheapest cut of the first `stop` rows
+    start_of = [0] * (total + 1)
+    for stop in range(1, total + 1):
+        best[stop], longest = float("inf"), 0
+        for start in range(stop - 1, -1, -1):
+            longest = max(longest, num_keys[start])
+            read = (stop - start) * longest * costs.key_seconds
+            cost = best[start] + costs.call_seconds + read
+            if cost < best[stop]:
+                best[stop], start_of[stop] = cost, start
+    runs: list[range] = []
+    stop = total
+    while stop:
+        runs.append(range(start_of[stop], stop))
+        stop = start_of[stop]
+    return runs[::-1]
 
 
 def share_forwards(widths: Sequence[int], max_shared_width: int) -> list[list[int]]:

@@ -5,6 +5,9 @@ Linear layers see all tokens of all rows laid end to end. Attention works on gro
     rows      0: 3 tokens    1: 3 tokens    2: 40 tokens (a chunk of a prompt)
     forward   [a0 a1 a2 | b0 b1 b2 | c0 ... c39 | padding]
     groups    {0, 1} width 3 in one kernel call, {2} width 40 in another
+
+Rows of very different context lengths are grouped by length, where the measured costs of
+attention say that what is not read in vain pays for another call.
 """
 
 import itertools
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.kv_cache import KVCache
+from engine.layout.grouping import UNMEASURED, AttentionCosts, split_by_keys
 from engine.layout.plan import (
     AttentionGroup,
     ForwardPlan,
@@ -25,7 +29,12 @@ from engine.layout.plan import (
 _MAX_SHARED_WIDTH = 16  # wider rows (chunks of prompts) get a kernel call of their own
 
 
-def plan_forward(rows: Sequence[ForwardRow], cache: KVCache, padding: Padding) -> ForwardPlan:
+def plan_forward(
+    rows: Sequence[ForwardRow],
+    cache: KVCache,
+    padding: Padding,
+    costs: AttentionCosts = UNMEASURED,
+) -> ForwardPlan:
     """Lay out one forward. Every position of `rows` must be reserved in `cache`."""
     device = cache.shape.device
     input_ids: list[int] = []
@@ -50,7 +59,7 @@ def plan_forward(rows: Sequence[ForwardRow], cache: KVCache, padding: Padding) -
     groups: list[AttentionGroup] = []
     output_index = [0] * len(input_ids)
     num_outputs = 0
-    for members in _group(rows, cache):
+    for members in _group(rows, cache, padding, costs):
         group_rows = [rows[index] for index in members]
         width = max(len(forward_row.token_ids) for forward_row in group_rows)
         for place, index in enumerate(members):
@@ -76,7 +85,9 @@ def plan_forward(rows: Sequence[ForwardRow], cache: KVCache, padding: Padding) -
     )
 
 
-def _group(rows: Sequence[ForwardRow], cache: KVCache) -> list[list[int]]:
+def _group(
+    rows: Sequence[ForwardRow], cache: KVCache, padding: Padding, costs: AttentionCosts
+) -> list[list[int]]:
     """Indices of rows that share a kernel call, in the order of memory.
 
     Contiguous rows are read through a strided view, so only neighbours in memory can share.
@@ -90,8 +101,10 @@ def _group(rows: Sequence[ForwardRow], cache: KVCache) -> list[list[int]]:
             groups.append([index])
     if not narrow:
         return groups
+    num_keys = [round_up(r.start + len(r.token_ids), padding.keys) for r in rows]
     if not cache.is_contiguous:
-        return [narrow, *groups]
+        narrow.sort(key=lambda index: num_keys[index])
+        return [*_split([narrow], num_keys, costs), *groups]
     narrow.sort(key=lambda index: cache.block_table(rows[index].row)[0])
     runs: list[list[int]] = [[narrow[0]]]
     for previous, index in itertools.pairwise(narrow):
@@ -100,7 +113,17 @@ def _group(rows: Sequence[ForwardRow], cache: KVCache) -> list[list[int]]:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return [*runs, *groups]
+    return [*_split(runs, num_keys, costs), *groups]
+
+
+def _split(
+    runs: Sequence[Sequence[int]], num_keys: Sequence[int], costs: AttentionCosts
+) -> list[list[int]]:
+    return [
+        [run[place] for place in part]
+        for run in runs
+        for part in split_by_keys([num_keys[index] for index in run], costs)
+    ]
 
 
 def _attention_group(

@@ -3,10 +3,14 @@
 import random
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
 
+from engine import model_runner
+from engine.layout.grouping import AttentionCosts
+from engine.layout.plan import ForwardPlan
 from engine.planned_attention import PlannedAttention
 from engine.request import AcceptanceRule, SamplingParams
 from tests.engine.driver import GREEDY, request, run, tiny_engine
@@ -96,6 +100,37 @@ def test_tokens_equal_our_plain_decoding_alone(
         [request(str(n), p, max_tokens=24, sampling=sampling) for n, p in enumerate(prompts(8))],
     )
     assert [outcome.token_ids[str(n)] for n in range(8)] == alone(24, dtype, sampling)
+
+
+@pytest.mark.parametrize("block_size", [None, 16], ids=["one-block-rows", "small-blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tokens_do_not_depend_on_which_rows_attend_together(
+    dtype: torch.dtype, block_size: int | None
+) -> None:
+    """Every difference of context length is worth a call of its own here."""
+    long = [[7 + n % 90 for n in range(length)] for length in (40, 300, 140, 20)]
+    requests = [
+        request(str(n), p, max_tokens=20, sampling=SEEDED, ignore_eos=True)
+        for n, p in enumerate(long)
+    ]
+    options = {"dtype": dtype, "max_model_tokens": 512, "kv_block_size": block_size}
+    together = tiny_engine(max_num_rows=4, **options)
+    split = tiny_engine(max_num_rows=4, **options)
+    split._verifier.runner.attention_costs = AttentionCosts(0.0, 1.0)
+    num_groups: list[int] = []
+    plan_forward = model_runner.plan_forward
+
+    def counted(*arguments: object) -> ForwardPlan:
+        plan = plan_forward(*arguments)  # type: ignore[arg-type]
+        num_groups.append(len(plan.groups))
+        return plan
+
+    with mock.patch.object(model_runner, "plan_forward", counted):
+        expected = run(together, requests).token_ids
+        num_together = sum(num_groups)
+        num_groups.clear()
+        assert run(split, requests).token_ids == expected
+    assert sum(num_groups) > num_together
 
 
 @pytest.mark.parametrize("max_draft_tokens", [1, 2, 7, 16])

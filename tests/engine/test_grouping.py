@@ -1,12 +1,21 @@
 """The policy that chooses which rows share a forward: a pure function."""
 
+import itertools
 import math
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout.grouping import Group, PoolRow, choose_group, share_forwards
+from engine.layout.grouping import (
+    UNMEASURED,
+    AttentionCosts,
+    Group,
+    PoolRow,
+    choose_group,
+    share_forwards,
+    split_by_keys,
+)
 
 
 def pool_of(*rows: tuple[int, float, int]) -> list[PoolRow]:
@@ -104,3 +113,39 @@ def test_no_row_waits_longer_than_promised(
             skipped[n] = 0 if n in chosen else skipped[n] + 1
             lengths[n] += generator.randint(1, 3) if n in chosen else 0
         assert max(skipped) <= bound
+
+
+def cost_of(cuts: list[range], num_keys: list[int], costs: AttentionCosts) -> float:
+    read = sum(len(cut) * max(num_keys[index] for index in cut) for cut in cuts)
+    return len(cuts) * costs.call_seconds + read * costs.key_seconds
+
+
+@given(
+    st.lists(st.sampled_from([128, 256, 1024, 2048]), min_size=1, max_size=7),
+    st.sampled_from([0.0, 1e-3, 3e-3, 1.0]),
+)
+def test_rows_are_cut_by_length_as_cheaply_as_can_be(
+    num_keys: list[int], call_seconds: float
+) -> None:
+    costs = AttentionCosts(call_seconds, 2.5e-6)
+    found = split_by_keys(num_keys, costs)
+    assert [index for cut in found for index in cut] == list(range(len(num_keys)))
+    total = len(num_keys)
+    every_way = [
+        [range(a, b) for a, b in itertools.pairwise([0, *inner, total])]
+        for count in range(total)
+        for inner in itertools.combinations(range(1, total), count)
+    ]
+    cheapest = min(cost_of(cuts, num_keys, costs) for cuts in every_way)
+    assert math.isclose(cost_of(found, num_keys, costs), cheapest, rel_tol=1e-9)
+
+
+def test_one_long_row_does_not_make_its_neighbours_read_as_many_keys() -> None:
+    measured = AttentionCosts(call_seconds=3.5e-3, key_seconds=2.6e-6)
+    assert split_by_keys([128, 2048, 128, 128], measured) == [
+        range(1),
+        range(1, 2),
+        range(2, 4),
+    ]
+    assert split_by_keys([128, 256, 128, 128], measured) == [range(4)], "a call costs more"
+    assert split_by_keys([128, 2048, 128], UNMEASURED) == [range(3)]
