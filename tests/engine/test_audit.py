@@ -233,8 +233,8 @@ def test_every_planted_desynchronisation_is_a_divergence_and_no_tie(
         plan_forward = model_runner.plan_forward
         serving = engine._verifier.runner
 
-        def changed(rows, cache, padding):  # type: ignore[no-untyped-def]
-            plan = plan_forward(rows, cache, padding)
+        def changed(rows, cache, padding, costs):  # type: ignore[no-untyped-def]
+            plan = plan_forward(rows, cache, padding, costs)
             return PLANS[bug](plan) if cache is serving.cache else plan
 
         monkeypatch.setattr(model_runner, "plan_forward", changed)
