@@ -131,6 +131,20 @@ test-observability: $(STAMP) $(PHOENIX)/.installed ## send traces and metrics to
 k8s-check: $(STAMP) ## the Kubernetes manifests and the Dockerfile (part of make test)
 	$(PY) -m pytest -q -m "not slow" tests/k8s
 
+CHECKOV := build/checkov
+
+$(CHECKOV)/.installed:
+	@echo "installing checkov into $(CHECKOV)"
+	@$(PYTHON) -m venv --clear $(CHECKOV)
+	@$(CHECKOV)/bin/pip install --quiet --disable-pip-version-check checkov==3.3.30
+	@touch $@
+
+test-policies: $(CHECKOV)/.installed ## checkov over the built manifests and the Dockerfile; fetches it first
+	rm -rf build/manifests && mkdir -p build/manifests && cp k8s/Dockerfile build/manifests
+	for folder in k8s/overlays/* k8s/training/cpu k8s/training/gpu k8s/experiment; do \
+	  kubectl kustomize $$folder > build/manifests/$$(echo $$folder | tr / -).yaml || exit 1; done
+	$(CHECKOV)/bin/checkov -d build/manifests --config-file k8s/checkov.yaml
+
 test-image: $(STAMP) ## the image's install steps in a clean folder; fetches every dependency
 	$(PY) -m pytest -q -m slow tests/k8s/test_image.py
 
