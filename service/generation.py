@@ -185,6 +185,9 @@ class _Run:
             ),
             resumed_text=resumed_text,
             variant=self._variant,
+            speculation=self.serving.speculation_in_force(request.speculation),
+            acceptance_rule=request.sampling.acceptance_rule,
+            layout=self.serving.info.layout,
         )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.request import (
     MAX_LABEL_CHARACTERS,
     MAX_LABELS,
+    AcceptanceRule,
     FinishReason,
     RequestError,
     SamplingParams,
@@ -112,7 +113,7 @@ class Started:
     """The engine has taken the request.
 
     prompt_token_ids is empty unless asked for. resumed_text is the certain text of the tokens
-    taken over from a broken stream.
+    taken over from a broken stream. speculation names who may draft, and how much.
     """
 
     request_id: str
@@ -124,6 +125,9 @@ class Started:
     prompt_token_ids: tuple[int, ...] = ()
     resumed_text: str = ""
     variant: str = ""
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    acceptance_rule: AcceptanceRule = AcceptanceRule.COUPLED
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)

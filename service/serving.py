@@ -1,10 +1,11 @@
 """What every call works with: the parts of a loaded server, and who calls."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.request import SpeculationMode, SpeculationParams
 from engine.stats import ModelInfo
 from service import errors
 from service.admission import Admission, TenantQuota
@@ -62,3 +63,16 @@ class Serving:
         """Raises NOT_FOUND for a model other than the loaded one; "" is the loaded one."""
         if model and model != self.model_name:
             raise errors.model_not_found(model, self.model_name)
+
+    def speculation_in_force(self, wanted: SpeculationParams) -> SpeculationParams:
+        """`wanted` with the server's choice where it leaves one. Heads of the registry draft only
+        for who names them; nobody drafts where speculation is off."""
+        if wanted.mode is SpeculationMode.OFF:
+            return replace(wanted, max_draft_tokens=0, drafter=None, drafters=())
+        most = wanted.max_draft_tokens
+        if most is None:
+            most = self.limits.max_draft_tokens
+        names = wanted.named_drafters
+        if names is None:
+            names = tuple(n for n in self.info.drafters if not n.startswith("head:"))
+        return replace(wanted, max_draft_tokens=most, drafter=None, drafters=names)

@@ -4,7 +4,13 @@ from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.request import FinishReason, TokenLogprob
+from engine.request import (
+    AcceptanceRule,
+    FinishReason,
+    SpeculationMode,
+    SpeculationParams,
+    TokenLogprob,
+)
 from engine.stats import EngineLoad, ModelInfo, RequestStats
 from service import orders
 from service.pb import generation_pb2 as pb
@@ -16,6 +22,15 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CONTEXT_FULL: pb.FINISH_REASON_CONTEXT_FULL,
     FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+}
+_MODES = {
+    SpeculationMode.OFF: pb.SpeculationOptions.MODE_OFF,
+    SpeculationMode.ON: pb.SpeculationOptions.MODE_ON,
+    SpeculationMode.AUTO: pb.SpeculationOptions.MODE_AUTO,
+}
+_ACCEPTANCE_RULES = {
+    AcceptanceRule.COUPLED: pb.ACCEPTANCE_RULE_COUPLED,
+    AcceptanceRule.REJECTION: pb.ACCEPTANCE_RULE_REJECTION,
 }
 _GUARANTEES = {
     "bit_exact": pb.GUARANTEE_BIT_EXACT,
@@ -60,6 +75,17 @@ def write_started(event: orders.Started) -> pb.Started:
         prompt_token_ids=event.prompt_token_ids,
         resumed_text=event.resumed_text,
         variant=event.variant,
+        speculation=_write_speculation(event.speculation),
+        acceptance_rule=_ACCEPTANCE_RULES[event.acceptance_rule],
+        layout=event.layout,
+    )
+
+
+def _write_speculation(params: SpeculationParams) -> pb.SpeculationInForce:
+    return pb.SpeculationInForce(
+        mode=_MODES[params.mode],
+        max_draft_tokens=params.max_draft_tokens or 0,
+        drafters=params.named_drafters or (),
     )
 
 

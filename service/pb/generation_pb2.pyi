@@ -802,6 +802,9 @@ class Started(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESUMED_TEXT_FIELD_NUMBER: _builtins.int
     VARIANT_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_RULE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_prompt_tokens: _builtins.int
@@ -819,9 +822,16 @@ class Started(_message.Message):
     """The variant of the experiment that the request takes part in; empty outside of any. It
     decides who drafts, and never what the tokens are.
     """
+    acceptance_rule: Global___AcceptanceRule.ValueType
+    layout: _builtins.str
+    """How rows lie in a batch: ragged, aligned or grouped. The server's, for all requests."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Only when OutputOptions.prompt_token_ids asks for them."""
+
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationInForce:
+        """What the request asked for, or the server chose for it."""
 
     def __init__(
         self,
@@ -835,14 +845,48 @@ class Started(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         resumed_text: _builtins.str = ...,
         variant: _builtins.str = ...,
+        speculation: Global___SpeculationInForce | None = ...,
+        acceptance_rule: Global___AcceptanceRule.ValueType = ...,
+        layout: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_text", b"resumed_text", "seed", b"seed", "variant", b"variant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rule", b"acceptance_rule", "guarantee", b"guarantee", "layout", b"layout", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_text", b"resumed_text", "seed", b"seed", "speculation", b"speculation", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
+
+@_typing.final
+class SpeculationInForce(_message.Message):
+    """How a request is drafted for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    mode: Global___SpeculationOptions.Mode.ValueType
+    max_draft_tokens: _builtins.int
+    """Most tokens drafted per step."""
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who may draft, in the order of preference."""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___SpeculationOptions.Mode.ValueType = ...,
+        max_draft_tokens: _builtins.int = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationInForce: _TypeAlias = SpeculationInForce  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):

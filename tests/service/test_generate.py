@@ -32,6 +32,30 @@ async def read_all(running: Running, request: pb.GenerateRequest) -> list[pb.Gen
     return [event async for event in running.stub.Generate(request)]
 
 
+async def test_started_says_how_the_request_is_drafted_for() -> None:
+    request = text_request()
+    async with running_server() as running:
+        chosen = (await read_all(running, request))[0].started
+        request.speculation.mode = pb.SpeculationOptions.MODE_ON
+        request.speculation.max_draft_tokens = 2
+        request.speculation.drafter = "prompt_lookup"
+        request.sampling.acceptance_rule = pb.ACCEPTANCE_RULE_REJECTION
+        asked = (await read_all(running, request))[0].started
+        off = text_request()
+        off.speculation.mode = pb.SpeculationOptions.MODE_OFF
+        plain = (await read_all(running, off))[0].started.speculation
+    assert chosen.speculation == pb.SpeculationInForce(
+        mode=pb.SpeculationOptions.MODE_AUTO, max_draft_tokens=4, drafters=["prompt_lookup"]
+    )
+    assert chosen.acceptance_rule == pb.ACCEPTANCE_RULE_COUPLED
+    assert chosen.layout == "ragged"
+    assert asked.speculation == pb.SpeculationInForce(
+        mode=pb.SpeculationOptions.MODE_ON, max_draft_tokens=2, drafters=["prompt_lookup"]
+    )
+    assert asked.acceptance_rule == pb.ACCEPTANCE_RULE_REJECTION
+    assert plain == pb.SpeculationInForce(mode=pb.SpeculationOptions.MODE_OFF)
+
+
 async def test_stream_is_started_then_deltas_then_one_finished() -> None:
     async with running_server() as running:
         events = await read_all(running, text_request(request_id="mine"))
