@@ -139,10 +139,10 @@ $(CHECKOV)/.installed:
 	@$(CHECKOV)/bin/pip install --quiet --disable-pip-version-check checkov==3.3.30
 	@touch $@
 
-test-policies: $(CHECKOV)/.installed ## checkov over the built manifests and the Dockerfile; fetches it first
+test-policies: $(STAMP) $(CHECKOV)/.installed ## checkov over the built manifests and the Dockerfile; fetches it first
 	rm -rf build/manifests && mkdir -p build/manifests && cp k8s/Dockerfile build/manifests
 	for folder in k8s/overlays/* k8s/training/cpu k8s/training/gpu k8s/experiment; do \
-	  kubectl kustomize $$folder > build/manifests/$$(echo $$folder | tr / -).yaml || exit 1; done
+	  $(VENV)/bin/kubectl kustomize $$folder > build/manifests/$$(echo $$folder | tr / -).yaml || exit 1; done
 	$(CHECKOV)/bin/checkov -d build/manifests --config-file k8s/checkov.yaml
 
 test-image: $(STAMP) ## the image's install steps in a clean folder; fetches every dependency

