@@ -2,13 +2,14 @@
 
 Per layout and number of rows B, on Spec-Bench prompts with prompt lookup: tokens per second, calls
 of the target, tokens computed with and without padding, where the time went, the share of groups of
-one length, and the latency of requests that arrive at random. Arrivals are simulated: the clock is
-that of the steps, so waiting for the next arrival takes no time here.
+one length, and the latency of requests that arrive at random. Arrivals are simulated by the
+clock of the steps: waiting for one takes no time here.
 
 alignment_share           by B: of the steps' time, laying rows out for the model
 identical_tokens          whether every request got the same tokens in all layouts and runs
 grouped_p99_over_aligned  of the latency, at the same arrivals, by B; the grouped pool is twice B
 auto_over_off             by B: tokens per second with speculation "auto" over "off", ragged
+contexts_apart_over_together  ragged: rows grouped by context over all in one attention call
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 from engine.engine import Engine
 from engine.request import GenerationRequest
 from engine.stats import StepStats
+from tests.benchmarks.layouts_contexts import contexts_apart
 from tests.benchmarks.layouts_plot import plot
 from tests.benchmarks.workloads import (
     BUILD,
@@ -50,10 +52,11 @@ class Effort:
     num_arrivals: int
     arrival_rows: tuple[int, ...]
     rounds: int
+    arrival_tokens: int
 
 
-QUICK = Effort(2, 8, 64, 40, (4,), 2)
-FULL = Effort(4, 64, 256, 200, ROWS, 5)
+QUICK = Effort(2, 8, 64, 40, (4,), 2, 8)
+FULL = Effort(4, 64, 256, 150, ROWS, 5, 32)
 
 
 @dataclass(slots=True)
@@ -100,9 +103,11 @@ class Bench:
             )
         return self._engines[layout]
 
-    def requests(self, count: int, mode: str = "auto") -> list[GenerationRequest]:
+    def requests(
+        self, count: int, mode: str = "auto", max_tokens: int | None = None
+    ) -> list[GenerationRequest]:
         self._num_batches += 1  # no run finds prompts of one before it in a cache
-        prompts, max_tokens = self.prompts, self.effort.max_tokens
+        prompts, max_tokens = self.prompts, max_tokens or self.effort.max_tokens
         return [
             greedy_request(
                 f"{self._num_batches}:{n}",
@@ -224,14 +229,15 @@ def under_arrivals(bench: Bench, found: dict[str, Any]) -> dict[str, float]:
     for num_rows in bench.effort.arrival_rows:
         rate = (
             found["aligned"]["by_rows"][str(num_rows)]["tokens_per_second"]
-            / bench.effort.max_tokens
+            / bench.effort.arrival_tokens
         )
         generator, now, arrivals = random.Random(num_rows), 0.0, []
         for _ in range(bench.effort.num_arrivals):
             now += generator.expovariate(LOAD * rate)
             arrivals.append(now)
         for layout in LAYOUTS:
-            run = bench.run(layout, num_rows, bench.requests(len(arrivals)), arrivals)
+            requests = bench.requests(len(arrivals), max_tokens=bench.effort.arrival_tokens)
+            run = bench.run(layout, num_rows, requests, arrivals)
             latency = percentiles(run.latencies)
             found[layout]["by_rows"][str(num_rows)]["latency_seconds"] = latency
             print(layout, num_rows, latency, flush=True)
@@ -264,7 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--part", choices=("layouts", "arrivals", "auto"), help="others are kept")
+    parser.add_argument(
+        "--part", choices=("layouts", "arrivals", "auto", "contexts"), help="others are kept"
+    )
     parser.add_argument("--quick", action="store_true", help="minutes, with rougher figures")
     parser.add_argument("--cpu-clock", action="store_true", help="processor time: a busy machine")
     options = parser.parse_args()
@@ -273,14 +281,17 @@ def main() -> None:
     bench = Bench(options.dtype, clock, QUICK if options.quick else FULL)
     path = BUILD / "layouts.json"
     result = json.loads(path.read_text()) if options.part != "layouts" and path.is_file() else {}
-    result.update(dtype=options.dtype, threads=options.threads)
-    result.update(quick=options.quick, cpu_clock=options.cpu_clock)
+    result |= {name: getattr(options, name) for name in ("dtype", "threads", "quick", "cpu_clock")}
     if options.part in (None, "layouts"):
         result["layouts"], result["identical_tokens"] = by_layout(bench)
     if options.part in (None, "arrivals"):
         result["grouped_p99_over_aligned"] = under_arrivals(bench, result["layouts"])
     if options.part in (None, "auto"):
         result["auto_over_off"] = auto_over_off(bench)
+    if options.part in (None, "contexts"):
+        result["contexts_apart_over_together"] = contexts_apart(
+            options.dtype, clock, bench.effort.rounds
+        )
     write_result("layouts", result)
     plot(result, BUILD / "layouts.png")
 
