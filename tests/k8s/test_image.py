@@ -75,6 +75,67 @@ def test_all_that_is_installed_reaches_the_builder() -> None:
     assert "constraints.txt" in copied
 
 
+_RECORDING_PYTHON = """#!/bin/sh
+# Stands in for python -m venv FOLDER: its programs write down what they are asked for.
+mkdir -p "$3/bin"
+for name in pip cyclonedx-py; do
+    printf '#!/bin/sh\\necho "%s $*" >> %s\\n' "$name" "$RECORD" > "$3/bin/$name"
+    chmod +x "$3/bin/$name"
+done
+"""
+
+
+def _install_steps(folder: Path, variant: str) -> tuple[int, list[str]]:
+    """The exit status of the install script, and the programs that it ran."""
+    python, record = folder / "python", folder / "record"
+    python.write_text(_RECORDING_PYTHON)
+    python.chmod(0o755)
+    environ = {n: v for n, v in os.environ.items() if n != "TORCH_INDEX"}
+    done = subprocess.run(
+        ["sh", str(K8S / "install.sh"), str(folder / "app"), variant],
+        cwd=ROOT,
+        env={**environ, "PYTHON": str(python), "RECORD": str(record)},
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode, record.read_text().splitlines() if record.exists() else []
+
+
+@pytest.mark.parametrize(("variant", "has_own_torch"), [("cpu", True), ("cuda", False)])
+def test_variants_differ_in_where_torch_comes_from_and_in_extras(
+    variant: str, has_own_torch: bool, tmp_path: Path
+) -> None:
+    status, steps = _install_steps(tmp_path, variant)
+    assert status == 0
+    indices = [re.findall(r"--index-url (\S+)", step) for step in steps]
+    assert any(url.endswith("/cpu") for found in indices for url in found) is has_own_torch
+    (extras,) = [found[1] for step in steps if (found := re.search(r" \.\[(.*)\]", step))]
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= known.keys()
+    assert ("nvidia" in extras.split(",")) is (variant == "cuda")
+    installs = [step for step in steps if step.startswith("pip install")]
+    assert all("--constraint constraints.txt" in s or "cyclonedx-bom" in s for s in installs)
+    assert steps[-1].startswith(f"cyclonedx-py environment --output-file {tmp_path}/app/sbom")
+
+
+def test_a_variant_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    assert _install_steps(tmp_path, "rocm") == (2, [])
+    arguments = {rest.split("=")[0]: rest for name, rest in _instructions("build") if name == "ARG"}
+    assert arguments["VARIANT"] == "VARIANT=cpu"
+
+
+def test_bases_have_an_exact_version_and_images_say_what_is_in_them() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"[\w./-]+:3\.11\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base)
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${PYTHON_IMAGE}"}
+    (labels,) = [rest for name, rest in _instructions("runtime") if name == "LABEL"]
+    for label in ("title", "description", "licenses", "version", "revision", "base.name"):
+        assert f"org.opencontainers.image.{label}=" in labels
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert ("ARG", f"VERSION={version}") in _instructions("runtime")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_install_steps_make_a_tandem_that_writes_nothing_beside_its_home(
