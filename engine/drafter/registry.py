@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.drafter.head.files import CARD, CONFIG, WEIGHTS
+from engine.drafter.head.file_names import CARD, CONFIG, WEIGHTS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VERSION = re.compile(r"\d{4,}")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.drafter.head.files import CARD, read_card
+from engine.drafter.head.file_names import CARD
+from engine.drafter.head.files import read_card
 from engine.training import atomic_files, report
 from engine.training.data_stage import make_data
 from engine.training.errors import TrainingError

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.drafter.head.config import HeadConfig, HeadFormatError
 from engine.drafter.head.export import FORMATS, export_head
-from engine.drafter.head.files import CONFIG, WEIGHTS, load_head, save_head
+from engine.drafter.head.file_names import CONFIG, WEIGHTS
+from engine.drafter.head.files import load_head, save_head
 from engine.drafter.head.importing import Imported, import_head
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import LoadedModel

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.drafter.head.config import HeadFormatError
-from engine.drafter.head.files import CARD, CONFIG, WEIGHTS, load_head, save_head
+from engine.drafter.head.file_names import CARD, CONFIG, WEIGHTS
+from engine.drafter.head.files import load_head, save_head
 from engine.drafter.head.inspection import Mismatch, mismatches
 from engine.loader import LoadedModel
 from tests.engine.heads import config_for, random_head, tiny_target

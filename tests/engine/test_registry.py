@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.head.files import CONFIG, WEIGHTS
+from engine.drafter.head.file_names import CONFIG, WEIGHTS
 from engine.drafter.registry import HeadRegistry, RegistryError, head_fingerprint
 
 

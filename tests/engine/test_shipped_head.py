@@ -7,7 +7,8 @@ import pytest
 
 from engine.config import SHIPPED_HEAD, EngineConfig, SpeculationConfig
 from engine.drafter.head import assembly
-from engine.drafter.head.files import CARD, WEIGHTS, read_config
+from engine.drafter.head.file_names import CARD, WEIGHTS
+from engine.drafter.head.files import read_config
 from engine.engine import Engine
 from engine.loader import describe_model
 from tests.benchmarks.workloads import chat_token_ids, greedy_request, model_folder, run_all

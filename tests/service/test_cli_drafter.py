@@ -7,7 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from engine.drafter.head.files import CARD, CONFIG, load_head, save_head
+from engine.drafter.head.file_names import CARD, CONFIG
+from engine.drafter.head.files import load_head, save_head
 from engine.loader import LoadedModel, load_model
 from service.cli_drafter import app
 from tests.engine.heads import NUM_LAYERS, config_for, random_head

@@ -14,7 +14,8 @@ from engine.cost_table import NUM_TOKENS_MEASURED, CostTable
 from engine.drafter.head.calibration import Calibration
 from engine.drafter.head.config import HeadFormatError
 from engine.drafter.head.drafter import HeadDrafter
-from engine.drafter.head.files import CARD, load_head, read_card
+from engine.drafter.head.file_names import CARD
+from engine.drafter.head.files import load_head, read_card
 from engine.drafter.head.model import Eagle3Head
 from engine.drafter.head.runner import HeadRunner
 from engine.drafter.head.tap import HiddenStateTap

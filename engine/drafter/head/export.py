@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save
 
 from engine.drafter.head.config import HeadFormatError
-from engine.drafter.head.files import CONFIG, WEIGHTS, load_head, save_head
+from engine.drafter.head.file_names import CONFIG, WEIGHTS
+from engine.drafter.head.files import load_head, save_head
 from engine.drafter.head.importing import import_head
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import LoadedModel

@@ -16,12 +16,10 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from engine.drafter.head.config import HeadConfig, HeadFormatError
+from engine.drafter.head.file_names import CARD, CONFIG, WEIGHTS
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import embedding_weight, output_weight
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-CARD = "drafter_card.json"
 FROM_TARGET = ("embed_tokens.weight", "lm_head.weight", "t2d")
 
 

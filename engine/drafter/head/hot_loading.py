@@ -15,7 +15,8 @@ from engine.drafter.head.assembly import (
     tokens_per_block,
 )
 from engine.drafter.head.config import HeadConfig, HeadFormatError
-from engine.drafter.head.files import WEIGHTS, read_config
+from engine.drafter.head.file_names import WEIGHTS
+from engine.drafter.head.files import read_config
 from engine.kv_storage import KVCacheShape
 from engine.loader import LoadedModel
 from engine.row_cache import RowCache

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from engine.drafter.head.config import HeadConfig, HeadFormatError
 from engine.drafter.head.dialects import our_config, our_tensors, recognize
-from engine.drafter.head.files import CONFIG, check_fits
+from engine.drafter.head.file_names import CONFIG
+from engine.drafter.head.files import check_fits
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import LoadedModel
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.drafter.head.config import HeadConfig, HeadFormatError, rope_theta
-from engine.drafter.head.files import FROM_TARGET, WEIGHTS, read_card, read_config
+from engine.drafter.head.file_names import WEIGHTS
+from engine.drafter.head.files import FROM_TARGET, read_card, read_config
 from engine.drafter.head.model import Eagle3Head
 from engine.drafter.head.tap import default_captured_layers
 from engine.loader import LoadedModel
