@@ -106,7 +106,16 @@ bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> buil
 bench-fleet: $(STAMP) ## a simulated fleet under 1x to 1,000x a recorded load -> build/bench/fleet.json, .png
 	$(PY) -m tests.benchmarks.fleet
 
-test-exports: $(STAMP) ## kill exports at many points, Azure's emulator, ClickHouse, the HTML report
+FOCUS := build/focus-validator
+
+$(FOCUS)/.installed:
+	@for python in python3.13 python3.12 $(PYTHON) $(HOME)/.pyenv/versions/3.1[2-9].*/bin/python; do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && \
+	  $$python -m venv --clear $(FOCUS) && $(FOCUS)/bin/pip install --quiet --disable-pip-version-check \
+	    focus-validator==2.2.1 'pyarrow<20' && touch $@ && break; \
+	done || true; test -e $@ || echo "no Python 3.12: the validator of FOCUS is left out"
+
+test-exports: $(STAMP) $(FOCUS)/.installed ## kill exports at many points, emulators, ClickHouse, validators, the HTML report
 	npm install --silent --no-audit --no-fund --prefix build/azurite azurite@3.37.0 || \
 	  echo "no npm: no export to Azure's emulator"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),azure,clickhouse]'

@@ -32,7 +32,7 @@ ALLOCATION_METHOD = "step-positions-v1"  # documented in exports/README.md, as F
 SERVICE = "Tandem"
 _NANO = Decimal(10) ** 9
 _RATIO_UNITS = 10**12
-_PRICING_CATEGORIES = {"on_demand": "Standard", "spot": "Dynamic", "reserved": "Committed"}
+_DYNAMIC = "spot"  # the other purchases have a rate that was agreed on: FOCUS calls it Standard
 _KEYS = ("price_key", "tenant_key", "model_key", "variant_key")
 _SUMMED = (
     "cost_nano_usd",
@@ -63,6 +63,7 @@ COLUMNS = (
     "ContractedUnitPrice",
     "EffectiveCost",
     "HostProviderName",
+    "InvoiceId",
     "InvoiceIssuerName",
     "ListCost",
     "ListUnitPrice",
@@ -163,17 +164,16 @@ def _day_rows(
 
 def _share(cost_nano_usd: int, ratio: Decimal, nano_usd_per_hour: int) -> dict[str, str]:
     hours = Decimal(cost_nano_usd) / Decimal(nano_usd_per_hour)
-    element = {
-        "AllocatedRatio": float(ratio),
-        "UsageUnit": "Hours",
-        "UsageQuantity": float(hours),
-    }
+    # As text, because json writes a small float with an exponent.
+    element = (
+        f'"AllocatedRatio": {_text(ratio)}, "UsageUnit": "Hours", "UsageQuantity": {_text(hours)}'
+    )
     cost = _text(Decimal(cost_nano_usd) / _NANO)
     return {
         **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), cost),
         "ConsumedQuantity": _text(hours),
         "PricingQuantity": _text(hours),
-        "AllocatedMethodDetails": json.dumps({"Elements": [element]}),
+        "AllocatedMethodDetails": f'{{"Elements": [{{{element}}}]}}',
     }
 
 
@@ -246,7 +246,7 @@ def _machine(price: dict[str, Any], day: date, account: str) -> dict[str, str]:
         "ConsumedUnit": "Hours",
         "ContractedUnitPrice": per_hour,
         "ListUnitPrice": per_hour,
-        "PricingCategory": _PRICING_CATEGORIES.get(purchase, "Other"),
+        "PricingCategory": "Dynamic" if purchase == _DYNAMIC else "Standard",
         "PricingUnit": "Hours",
         "ResourceId": f"{machine}/{purchase}",
         "ResourceName": machine,

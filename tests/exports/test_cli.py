@@ -1,16 +1,17 @@
 """`tandem export`, `tandem report` and `tandem powerbi` as a person runs them."""
 
+import csv
 import os
 import signal
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from exports.errors import LockedError, ReconciliationError, SourceError, TargetError
 from exports.lock import exclusive
@@ -48,6 +49,35 @@ def test_an_export_shows_its_tables_and_writes_metrics(ledger: LedgerFill, tmp_p
     lines = metrics.read_text().splitlines()
     assert 'tandem_export_table_rows{table="fact_request"} 1' in lines
     assert "tandem_export_exit_code 0" in lines
+
+
+def test_a_focus_file_holds_the_cost_of_each_date(ledger: LedgerFill, tmp_path: Path) -> None:
+    ledger.request(TODAY - timedelta(days=1), cost_nano_usd=7)
+    ledger.interval(TODAY - timedelta(days=1), cost_idle_nano_usd=5)
+    out, folder = tmp_path / "out", tmp_path / "focus"
+    options = ("--focus", str(folder), "--focus-account", "Acme")
+    result = tandem("export", "--out", str(out), "--ledger", ledger.url, *options)
+    assert result.exit_code == 0, result.stderr
+    days = [f"{TODAY - timedelta(days=back):%Y-%m-%d}" for back in (1, 0)]
+    names = [f"focus_cost_and_usage-{day}.csv" for day in days]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    costs = []
+    for name in names:
+        rows = list(csv.DictReader((folder / name).read_text().splitlines()))
+        assert {row["ServiceProviderName"] for row in rows} == {"Acme"}
+        costs.append(sum(Decimal(row["BilledCost"]) for row in rows) * 10**9)
+    assert costs == [7 + 5, 1_001]
+
+    # A date is written again, whole, when something of it changed; the others stay.
+    before = {name: (folder / name).stat().st_ino for name in names}
+    ledger.request(TODAY, cost_nano_usd=9)
+    tandem("export", "--out", str(out), "--ledger", ledger.url, *options)
+    after = {name: (folder / name).stat().st_ino for name in names}
+    assert [before[name] == after[name] for name in names] == [True, False]
+    (tmp_path / "file").write_text("")
+    nowhere = ("--full", "--focus", str(tmp_path / "file" / "x"))
+    result = tandem("export", "--out", str(out), "--ledger", ledger.url, *nowhere)
+    assert result.exit_code == TargetError.exit_code
 
 
 def test_exit_codes_tell_failures_apart(ledger: LedgerFill, tmp_path: Path) -> None:

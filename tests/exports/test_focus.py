@@ -1,16 +1,18 @@
 """The FOCUS file keeps the rules of FOCUS 1.3 and adds up to what the machine cost.
 
-The rules are those of the specification's columns (focus.finops.org, version 1.3, Cost and Usage):
-presence, null, type, allowed values, the products of prices and quantities, and split cost
-allocation.
+The rules are those of the specification's columns and attributes (focus.finops.org, version 1.3,
+Cost and Usage): presence, null, type, format, allowed values, products of prices and quantities,
+and split cost allocation. Every column of the specification is in the file or in NOT_APPLICABLE.
 """
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +32,21 @@ MANDATORY = (
     *("PricingUnit", "ProviderName", "PublisherName", "ServiceCategory", "ServiceName"),
     "ServiceProviderName",
 )
-NULL_IN_USAGE = ("ChargeClass",)  # null unless a charge corrects another
+RECOMMENDED = ("AllocatedMethodDetails", "ChargeFrequency", "InvoiceId", "ServiceSubcategory")
+NOT_APPLICABLE = {
+    "BillingAccountType": "one type of billing account",
+    "SubAccountId SubAccountName SubAccountType": "no accounts below the billing account",
+    "AvailabilityZone RegionId RegionName": "the price book knows no regions",
+    "CapacityReservationId CapacityReservationStatus": "no capacity is reserved of the service",
+    "CommitmentDiscountCategory CommitmentDiscountId CommitmentDiscountName "
+    "CommitmentDiscountQuantity CommitmentDiscountStatus CommitmentDiscountType "
+    "CommitmentDiscountUnit ContractApplied": "nobody commits to use the service",
+    "PricingCurrency PricingCurrencyContractedUnitPrice PricingCurrencyEffectiveCost "
+    "PricingCurrencyListUnitPrice": "it is priced and billed in one currency",
+    "Tags": "machines cannot be tagged",
+}
+"""Columns that are conditional, and why the condition does not hold."""
+NULL_IN_USAGE = ("ChargeClass", "InvoiceId")  # nothing is corrected, nothing is invoiced
 DECIMALS = (
     *("BilledCost", "ContractedCost", "EffectiveCost", "ListCost", "ListUnitPrice"),
     *("ContractedUnitPrice", "ConsumedQuantity", "PricingQuantity"),
@@ -40,7 +56,7 @@ ALLOWED = {
     "BillingCurrency": {"USD"},
     "ChargeCategory": {"Usage"},
     "ChargeFrequency": {"One-Time", "Recurring", "Usage-Based"},
-    "PricingCategory": {"Standard", "Dynamic", "Committed", "Other"},
+    "PricingCategory": {"Standard", "Dynamic"},
     "ServiceCategory": {"AI and Machine Learning"},
     "ServiceSubcategory": {"Generative AI"},
     "PricingUnit": {"Hours"},
@@ -53,8 +69,13 @@ NULLABLE = (
 NOT_NULL_IN_USAGE = (
     *("ConsumedQuantity", "ConsumedUnit", "ListUnitPrice", "ContractedUnitPrice", "SkuId"),
     *("SkuPriceId", "SkuMeter", "ResourceId", "ResourceType", "PricingCategory"),
-    *("AllocatedMethodId", "AllocatedMethodDetails"),
+    *("AllocatedMethodId", "AllocatedMethodDetails", "InvoiceIssuerName"),
 )
+DEFINED = {
+    *(*MANDATORY, *RECOMMENDED, *NOT_NULL_IN_USAGE, *NULLABLE),
+    *(name for names in NOT_APPLICABLE for name in names.split()),
+}
+"""All columns that FOCUS 1.3 defines for Cost and Usage."""
 OF_THE_ORIGIN = [  # dimensions of the machine's charge, the same in all its parts
     name for name in COLUMNS if name not in DECIMALS and not name.startswith(("x_", "Allocated"))
 ] + ["AllocatedMethodId", "ListUnitPrice", "ContractedUnitPrice"]
@@ -70,8 +91,11 @@ def violations(rows: list[Row]) -> list[str]:
         if not is_good:
             found.append(words)
 
-    for name in MANDATORY:
+    for name in (*MANDATORY, *RECOMMENDED, *NOT_NULL_IN_USAGE):
         check(name in rows[0], f"{name} is missing")
+    for name in rows[0]:
+        check(name in DEFINED or re.fullmatch("x_[A-Z][A-Za-z]+", name) is not None, name)
+        check(len(name) <= 50, f"{name} is long")
     for row in rows:
         for name in (*MANDATORY, *NOT_NULL_IN_USAGE):
             check(bool(row.get(name)) or name in NULL_IN_USAGE, f"{name} is null")
@@ -83,6 +107,9 @@ def violations(rows: list[Row]) -> list[str]:
             datetime.strptime(row[name], "%Y-%m-%dT%H:%M:%SZ")  # noqa: DTZ007 - Z is UTC
         for name, allowed in ALLOWED.items():
             check(row[name] in allowed, f"{name}={row[name]}")
+        for name, value in row.items():
+            check(value == value.strip() and value.lower() != "null", f"{name}={value!r}")
+        check(row["AllocatedTags"] == "" or is_flat(row["AllocatedTags"]), "AllocatedTags")
         check(row["BillingPeriodStart"] <= row["ChargePeriodStart"], "begins before its period")
         check(row["ChargePeriodEnd"] <= row["BillingPeriodEnd"], "ends after its period")
         for cost, price in (
@@ -95,23 +122,30 @@ def violations(rows: list[Row]) -> list[str]:
         is_named = bool(row["AllocatedResourceName"])
         check(is_named == bool(row["AllocatedResourceId"]), "AllocatedResourceName")
         check(bool(row["AllocatedResourceId"]) != bool(row["x_UnallocatedReason"]), "unallocated")
-        for element in json.loads(row["AllocatedMethodDetails"])["Elements"]:
+        for element in elements(row):
             check({"AllocatedRatio", "UsageUnit", "UsageQuantity"} == set(element), "Elements")
+            check(0 < element["AllocatedRatio"] <= 1, f"ratio {element['AllocatedRatio']}")
+            check(f"{element['UsageQuantity']:f}" == row["ConsumedQuantity"], "UsageQuantity")
+            check(element["UsageUnit"] == row["ConsumedUnit"], "UsageUnit")
     for origin in {(row["ResourceId"], row["ChargePeriodStart"]) for row in rows}:
         parts = [r for r in rows if (r["ResourceId"], r["ChargePeriodStart"]) == origin]
         for name in OF_THE_ORIGIN:
             check(len({row[name] for row in parts}) == 1, f"{name} differs within {origin}")
-        ratios = [
-            Decimal(str(element["AllocatedRatio"]))
-            for row in parts
-            for element in json.loads(row["AllocatedMethodDetails"])["Elements"]
-        ]
+        ratios = [element["AllocatedRatio"] for row in parts for element in elements(row)]
         check(sum(ratios) == 1, f"ratios of {origin} add up to {sum(ratios)}")
         ids = [row["AllocatedResourceId"] for row in parts if row["AllocatedResourceId"]]
         check(len(set(ids)) == len(ids), "AllocatedResourceId is not unique")
-    custom = [n for n in rows[0] if n not in (*MANDATORY, *NOT_NULL_IN_USAGE, *NULLABLE)]
-    check(all(name.startswith("x_") for name in custom), f"custom columns {custom}")
     return found
+
+
+def elements(row: Row) -> list[dict[str, Any]]:
+    details = json.loads(row["AllocatedMethodDetails"], parse_float=Decimal, parse_int=Decimal)
+    found: list[dict[str, Any]] = details["Elements"]
+    return found
+
+
+def is_flat(text: str) -> bool:
+    return all(isinstance(value, str | int | bool | None) for value in json.loads(text).values())
 
 
 @pytest.fixture
@@ -159,6 +193,10 @@ def test_the_file_keeps_the_rules_of_the_specification(rows: list[Row]) -> None:
         (lambda row: row.update(ListCost="1"), "ListCost is no product"),
         (lambda row: row.update(PricingCategory="Cheap"), "PricingCategory=Cheap"),
         (lambda row: row.update(SkuMeter="Tokens"), "SkuMeter differs"),
+        (lambda row: row.update(Cheap="1"), "Cheap"),
+        (lambda row: row.update(InvoiceId="7"), "InvoiceId is not null"),
+        (lambda row: row.update(ResourceName=" x"), "ResourceName=' x'"),
+        (lambda row: row.update(ListUnitPrice="1E-1"), "ListUnitPrice=1E-1"),
         (lambda row: row.update(AllocatedResourceId=""), "AllocatedResourceName"),
         (
             lambda row: row.update(
@@ -174,6 +212,14 @@ def test_a_broken_rule_is_found(spoil: Callable[[Row], None], words: str, rows: 
     spoil(spoilt[0])
     found = violations(spoilt)
     assert any(words in violation for violation in found), found
+
+
+def test_every_column_of_the_specification_is_there_or_not_applicable(rows: list[Row]) -> None:
+    ours = {name for name in rows[0] if not name.startswith("x_")}
+    left_out = {name for names in NOT_APPLICABLE for name in names.split()}
+    assert len(DEFINED) == 65  # FOCUS 1.3 adds eight to the 57 of FOCUS 1.2
+    assert ours | left_out == DEFINED
+    assert not ours & left_out
 
 
 def test_charges_add_up_to_requests_and_idle_and_lost_time(rows: list[Row]) -> None:
