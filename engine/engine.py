@@ -12,18 +12,18 @@ Invariants, checked by `check_integrity`:
 
 import logging
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.assembly import Parts, assemble
-from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
+from engine.audit import AuditFinding, AuditJob
 from engine.breaker import SpeculationBreaker
 from engine.committer import Committer
 from engine.config import EngineConfig, HeadSource
 from engine.cost_table import CostTable
 from engine.drafter.base import DraftJob, Proposal
 from engine.drafter.head.assembly import ReadyHead
+from engine.idle_work import IdleWork
 from engine.intake import make_live
 from engine.live_request import LiveRequest
 from engine.loader import LoadedModel, load_model
@@ -35,6 +35,7 @@ from engine.request import (
     TokenDelta,
 )
 from engine.scheduler import PlannedRow
+from engine.shadow import ShadowFinding, ShadowPlan
 from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
 from engine.step import StepOutput
 from engine.verifier import Verification
@@ -53,10 +54,10 @@ class Engine:
         self._drafters = parts.drafters
         self._verifier = parts.verifier
         self._lengths = parts.lengths
-        self._committer = Committer(parts, on_closed=self._keep_for_audit)
         self._to_end: dict[str, FinishReason] = {}
-        self._audits = AuditQueue(parts.audit_config.max_jobs)
         self.breaker = SpeculationBreaker()
+        self._idle = IdleWork(parts, self.breaker)
+        self._committer = Committer(parts, on_closed=self._idle.keep)
         self._num_steps = 0
         self._last_step_at: float | None = None
 
@@ -120,6 +121,7 @@ class Engine:
     def remove_drafter(self, name: str) -> ModelInfo:
         """Offer a head no more; it goes with the last request that names it. Raises ValueError
         for a drafter that was not added by name."""
+        self._idle.interrupt()
         self._parts.roster.remove(name, self._scheduler.live_requests())
         return self._named_anew()
 
@@ -145,6 +147,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Advance every request that fits the budgets; see the module's contract."""
         started_at, started = time.monotonic(), time.perf_counter_ns()
+        self._idle.interrupt()
         ended = self._end_overdue(started_at)
         self._parts.roster.drop_unused(self._scheduler.live_requests())
         drafts = self._draft_lengths(started_at)
@@ -177,22 +180,17 @@ class Engine:
         A divergence of a speculative request counts towards the breaker.
         """
         self._parts.roster.drop_unused(self._scheduler.live_requests())
-        job = self._audits.take()
-        if job is None:
-            return None
-        finding = self._parts.auditor.audit(job)
-        if finding.verdict is AuditVerdict.DIVERGENCE:
-            _logger.error(
-                "request %s diverged from the target at output token %s by %s (limit %s)",
-                finding.request_id,
-                finding.first_mismatch_index,
-                finding.first_margin,
-                finding.epsilon,
-            )
-        if job.drafter:
-            is_divergence = finding.verdict is AuditVerdict.DIVERGENCE
-            self.breaker.observe(is_divergence, time.monotonic())
-        return finding
+        return self._idle.audit_next()
+
+    def shadow(self, plans: Sequence[ShadowPlan]) -> ModelInfo:
+        """Measure these heads on a share of what finishes from now on; see engine/shadow.py."""
+        self._idle.shadow(plans)
+        return self.info
+
+    def shadow_next(self) -> tuple[ShadowFinding, ...] | None:
+        """A slice of a replay, no longer than a step; call it when there is no other work. None
+        when none waits."""
+        return self._idle.shadow_next()
 
     @property
     def target_costs(self) -> CostTable:
@@ -205,7 +203,7 @@ class Engine:
 
     @property
     def num_audits_waiting(self) -> int:
-        return len(self._audits)
+        return len(self._idle.audits)
 
     # ---- the parts of a step ----------------------------------------------------------
 
@@ -242,14 +240,6 @@ class Engine:
             if proposal.token_ids:
                 planned.live.drafter = proposal.drafter
         return proposals
-
-    def _keep_for_audit(self, live: LiveRequest, reason: FinishReason) -> None:
-        """A share of the requests, chosen by their ids alone."""
-        share = self._parts.audit_config.share
-        is_chosen = zlib.crc32(live.request_id.encode()) < share * 2**32
-        if is_chosen and reason is not FinishReason.ERROR and live.num_output_tokens:
-            output = tuple(live.token_ids[live.num_prompt_tokens :])
-            self._audits.add(AuditJob(live.request, output, live.guarded_token_ids, live.drafter))
 
     def _step_stats(
         self,

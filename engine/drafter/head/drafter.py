@@ -76,17 +76,25 @@ class HeadDrafter:
 
     def after_forward(self, rows: Sequence[tuple[LiveRequest, ForwardRow]]) -> None:
         """Keep the states of a forward that laid its rows' tokens end to end."""
-        captured = self._tap.take()[0]  # [N, 3H], padding behind
+        captured = self.take_states()
         first = 0
         for live, row in rows:
             stop = first + len(row.token_ids)
             if self._serves(live):
-                place = self._places.get(live.request_id)
-                if place is None:
-                    place = _Place(-1, 0, PendingFeatures(self._window))
-                    self._places[live.request_id] = place
-                place.pending.hear(row.start, captured[first:stop])
+                self.hear(live, row.start, captured[first:stop])
             first = stop
+
+    def take_states(self) -> torch.Tensor:
+        """[N, 3H] of the target's latest forward, padding behind; once per forward."""
+        return self._tap.take()[0]
+
+    def hear(self, live: LiveRequest, start: int, captured: torch.Tensor) -> None:
+        """Keep the states [n, 3H] of a request's positions start.. for when it drafts."""
+        place = self._places.get(live.request_id)
+        if place is None:
+            place = _Place(-1, 0, PendingFeatures(self._window))
+            self._places[live.request_id] = place
+        place.pending.hear(start, captured)
 
     def _serves(self, live: LiveRequest) -> bool:
         named = live.request.speculation.named_drafters

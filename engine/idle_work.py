@@ -1,0 +1,86 @@
+"""What an engine does with finished requests while nobody waits for it: audits, then shadows."""
+
+import logging
+import time
+import zlib
+from collections.abc import Sequence
+
+from engine.assembly import Parts
+from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
+from engine.breaker import SpeculationBreaker
+from engine.drafter.head.drafter import HeadDrafter
+from engine.live_request import LiveRequest
+from engine.model_runner import ModelRunner
+from engine.request import FinishReason
+from engine.shadow import Shadow, ShadowFinding, ShadowPlan
+
+_logger = logging.getLogger(__name__)
+
+
+class IdleWork:
+    """Queues of finished requests. Divergences of speculative ones count towards the breaker."""
+
+    def __init__(self, parts: Parts, breaker: SpeculationBreaker) -> None:
+        self._parts = parts
+        self._breaker = breaker
+        self.audits = AuditQueue(parts.audit_config.max_jobs)
+        runner = parts.verifier.runner
+        self._shadow = Shadow(
+            self._head,
+            runner if isinstance(runner, ModelRunner) else None,
+            parts.sampler,
+            parts.audit_config.max_jobs,
+        )
+
+    def keep(self, live: LiveRequest, reason: FinishReason) -> None:
+        """Queue a request that has ended, if its id is among those chosen."""
+        if reason is FinishReason.ERROR or not live.num_output_tokens:
+            return
+        share = self._parts.audit_config.share
+        if zlib.crc32(live.request_id.encode()) < share * 2**32:
+            output = tuple(live.token_ids[live.num_prompt_tokens :])
+            self.audits.add(AuditJob(live.request, output, live.guarded_token_ids, live.drafter))
+        self._shadow.queue.offer(live)
+
+    def audit_next(self) -> AuditFinding | None:
+        """Audit one waiting request, if there is one."""
+        job = self.audits.take()
+        if job is None:
+            return None
+        finding = self._parts.auditor.audit(job)
+        if finding.verdict is AuditVerdict.DIVERGENCE:
+            _logger.error(
+                "request %s diverged from the target at output token %s by %s (limit %s)",
+                finding.request_id,
+                finding.first_mismatch_index,
+                finding.first_margin,
+                finding.epsilon,
+            )
+        if job.drafter:
+            is_divergence = finding.verdict is AuditVerdict.DIVERGENCE
+            self._breaker.observe(is_divergence, time.monotonic())
+        return finding
+
+    def shadow(self, plans: Sequence[ShadowPlan]) -> None:
+        """Measure these from now on."""
+        self._shadow.queue.plans = tuple(plans)
+
+    def shadow_next(self) -> tuple[ShadowFinding, ...] | None:
+        """A slice of a replay: its findings, if it was the last one; None without a replay.
+
+        What goes wrong in one costs its finding and nothing else.
+        """
+        try:
+            return self._shadow.advance(self._parts.lengths.max_draft_tokens)
+        except Exception:
+            _logger.exception("a head could not be measured on a finished request")
+            self._shadow.queue.give_up()
+            return ()
+
+    def interrupt(self) -> None:
+        """A step comes, or a head goes: the caches are the requests' again."""
+        self._shadow.interrupt()
+
+    def _head(self, name: str) -> HeadDrafter | None:
+        made = self._parts.roster.head(name)
+        return None if made is None else made.drafter
