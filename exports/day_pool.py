@@ -28,9 +28,14 @@ ROWS_PER_WORKER = 100_000
 """A further process is started for so many rows: fewer are read before it has started."""
 
 
-_ONE_HEAP = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
-# A batch is filled in one thread and freed in another: with a heap per thread, or Arrow's own,
-# the freed parts of many dates add up.
+_ENVIRONMENT = {
+    # A batch is filled in one thread and freed in another: with a heap per thread, or Arrow's
+    # own, the freed parts of many dates add up.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    # numpy's threads for matrices, of which there are none here, would wait for them busily.
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class _Worker:
                 stdout=self._complaints,
                 stderr=self._complaints,
                 pass_fds=[theirs.fileno()],
-                env={**_ONE_HEAP, **os.environ, "PYTHONPATH": path},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
             )
         self.send(opening)
 

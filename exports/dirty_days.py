@@ -27,7 +27,8 @@ def dirty_request_days(
     after, until = new_rows
     days = source.request_dates(after, until)
     recent = (now - RECOUNTED).date()
-    counted_from = min([recent, *days, *filter(None, [since])])
+    known = (day for day in days if published.get(day))  # only these can hold too few rows now
+    counted_from = min([recent, *known, *filter(None, [since])])
     counts = source.day_counts(counted_from, until)
     for day, count in counts.items():
         is_late = day >= recent and count > published.get(day, 0)

@@ -113,11 +113,13 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
     ids = acceptance.column("request_ledger_id").to_numpy()
     place = np.minimum(np.searchsorted(owners, ids), max(len(owners) - 1, 0))
     is_ours = owners[place] == ids if len(owners) else np.zeros(len(ids), dtype=bool)
-    ids, place = ids[is_ours], place[is_ours]
     position, drafted, accepted = (
-        acceptance.column(name).to_numpy()[is_ours]
-        for name in ("position", "num_drafted", "num_accepted")
+        acceptance.column(name).to_numpy() for name in ("position", "num_drafted", "num_accepted")
     )
+    if not is_ours.all():
+        ids, place, position, drafted, accepted = (
+            values[is_ours] for values in (ids, place, position, drafted, accepted)
+        )
     # A draft of length n has a token at every position up to n, so a difference between
     # neighbours counts the drafts that end there; the same holds for accepted prefixes.
     has_next = np.append(ids[1:] == ids[:-1], False)

@@ -27,13 +27,15 @@ APPLICABLE = (
     *("USAGE_MEASUREMENT_SUPPORTED", "BILLING_BASED_ON_PROVISIONED_RESOURCES_SUPPORTED"),
     "RESOURCE_TYPE_ASSIGNMENT_SUPPORTED",
 )
-MISJUDGED = {
-    "ConsumedQuantity-C-000-C ConsumedQuantity-C-003-C ConsumedQuantity-C-004-C "
-    "ConsumedQuantity-C-005-C ConsumedQuantity-C-006-C": "they ask for another column",
-    "PricingCurrency": "they need a second currency as well, which the validator does not ask",
-    "InvoiceId-C-005-C": "of charges with an invoice, which the validator cannot tell apart",
-}
-"""Rules whose conditions the validator does not evaluate, by the beginning of their text or id."""
+MISJUDGED = (
+    # These read CommitmentDiscountStatus, which has no place in the file.
+    *(f"ConsumedQuantity-C-00{number}-C" for number in (0, 3, 4, 5, 6)),
+    # These need a second currency, too; the presence of columns has ids of the data set.
+    *("PricingCurrency", *(f"CostAndUsage-D-0{number}-C" for number in range(46, 57))),
+    # This is about charges with an invoice; the validator cannot tell which those are.
+    "InvoiceId-C-005-C",
+)
+"""Beginnings of the ids of rules whose conditions the validator does not evaluate."""
 
 
 def failures(file: Path) -> dict[str, str]:
@@ -53,11 +55,7 @@ def failures(file: Path) -> dict[str, str]:
     passed = re.findall(r"(\S+): PASS", done.stdout)
     assert len(passed) > 100, done.stdout[-2000:] + done.stderr[-2000:]
     found = re.findall(r"^- (\S+): violations=.*\n  MustSatisfy: (.*)$", done.stdout, re.MULTILINE)
-    return {
-        rule: words
-        for rule, words in found
-        if not any(rule in name.split() or words.startswith(name) for name in MISJUDGED)
-    }
+    return {rule: words for rule, words in found if not rule.startswith(MISJUDGED)}
 
 
 def test_the_validator_of_the_specification_finds_nothing(tmp_path: Path) -> None:
