@@ -30,8 +30,8 @@ from engine.sampler import RowSampling, Sampler, TokenHistory, uses_penalties
 from engine.suitability import sample_token_ids
 from engine.target_runner import TargetRunner
 
-_EPSILON_OVER_DIFFERENCE = 8.0
-_NUM_CALIBRATION_TOKENS = 128
+_EPSILON_OVER_DIFFERENCE = 4.0  # two logits move, and others than those measured
+_CALIBRATION_LENGTHS = (128, 61, 24, 7)  # kernels, and so roundings, change with the length
 _CHUNK = 64  # positions whose processed logits exist at the same time
 
 
@@ -117,13 +117,20 @@ class Auditor:
     def epsilon(self) -> float:
         """Calibrated when first needed."""
         if self._epsilon is None:
-            num_tokens = min(_NUM_CALIBRATION_TOKENS, self._runner.cache.max_tokens - 1)
-            token_ids = sample_token_ids(self._sampler.vocab_size, num_tokens, seed=5)
-            own = self._runner.logits_by_own_attention(token_ids, 0).float()
-            difference = (own - self._runner.logits_afresh(token_ids, 0).float()).abs().max().item()
-            smallest = 1e-6 * own.abs().max().item()
-            self._epsilon = _EPSILON_OVER_DIFFERENCE * max(difference, smallest)
+            self._epsilon = self._calibrate()
         return self._epsilon
+
+    def _calibrate(self) -> float:
+        """The largest difference found, with a margin; one unit in the last place at least."""
+        found = 0.0
+        for length in _CALIBRATION_LENGTHS:
+            num_tokens = min(length, self._runner.cache.max_tokens - 1)
+            token_ids = sample_token_ids(self._sampler.vocab_size, num_tokens, seed=length)
+            own = self._runner.logits_by_own_attention(token_ids, 0)
+            difference = (own.float() - self._runner.logits_afresh(token_ids, 0).float()).abs()
+            unit = torch.finfo(own.dtype).eps * own.float().abs().max().item()
+            found = max(found, _EPSILON_OVER_DIFFERENCE * difference.max().item(), unit)
+        return found
 
     @torch.inference_mode()
     def audit(self, job: AuditJob) -> AuditFinding:

@@ -112,6 +112,17 @@ def edge_finding(below: float, sampling: SamplingParams, emitted: int, swap: boo
     return auditor.audit(AuditJob(request("a", [9], sampling=sampling), (emitted,), ()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_epsilon_is_more_than_rounding_moves_a_logit(dtype: str) -> None:
+    """Of sequences of many lengths: kernels, and so roundings, change with the length."""
+    auditor = audited_engine(DTYPES[dtype])._parts.auditor
+    for length in (2, 5, 9, 16, 33, 70, 100):
+        token_ids = [3 + (n * 31 + length) % 200 for n in range(length)]
+        own = auditor._runner.logits_by_own_attention(token_ids, 0)
+        ours = auditor._runner.logits_afresh(token_ids, 0)
+        assert (own.float() - ours.float()).abs().max().item() < auditor.epsilon
+
+
 def test_a_token_at_the_edge_of_a_filter_is_a_tie_and_one_beyond_it_is_not() -> None:
     by_rejection = SamplingParams(
         temperature=1, top_k=2, seed=1, acceptance_rule=AcceptanceRule.REJECTION
