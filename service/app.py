@@ -16,7 +16,7 @@ from engine.request import FinishReason
 from engine.stats import ModelInfo, StepStats
 from service import errors
 from service.admission import Admission, AdmissionLimits
-from service.audits import keep, recorded
+from service.audits import keep, measured, recorded
 from service.calls import OpenCalls
 from service.drafter_reload import DrafterReload
 from service.engine_contract import Engine
@@ -37,6 +37,7 @@ from telemetry.recording import Recording
 
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
+    from engine.shadow import ShadowFinding
 
 _log = logging.getLogger(__name__)
 _MIN_RETRY_SECONDS = 1.0
@@ -87,6 +88,7 @@ class Server:
             self._record_step,
             self._record_audit,
             self._record_breaker,
+            self._record_shadow,
         )
         self._drafters = DrafterReload(
             self._engine,
@@ -246,6 +248,11 @@ class Server:
         if self._recording is not None:
             variant = self._parts.experiments.variant_of(finding.request_id)
             self._recording.on_audit(recorded(finding, variant))
+
+    def _record_shadow(self, finding: "ShadowFinding") -> None:
+        if self._recording is not None:
+            variant = self._parts.experiments.variant_of(finding.request_id)
+            self._recording.on_shadow(measured(finding, variant))
 
     def _record_breaker(self, state: BreakerState) -> None:
         if self._recording is not None:

@@ -1,4 +1,4 @@
-"""The engine's audit findings as telemetry records them, and divergences kept on disk."""
+"""What the engine found in idle time as telemetry records it, and divergences kept on disk."""
 
 import logging
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from engine.stats import ModelInfo
 from telemetry.ledger.records import Verdict
 from telemetry.recording import AuditFinding as RecordedFinding
+from telemetry.recording import ShadowFinding as RecordedShadow
 
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
+    from engine.shadow import ShadowFinding
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +28,20 @@ def recorded(finding: "AuditFinding", variant: str = "") -> RecordedFinding:
         epsilon=finding.epsilon,
         audit_seconds=finding.audit_seconds,
         drafter=finding.drafter,
+        variant=variant,
+    )
+
+
+def measured(finding: "ShadowFinding", variant: str = "") -> RecordedShadow:
+    """The same measurement of a head, in the ledger's terms."""
+    return RecordedShadow(
+        request_id=finding.request_id,
+        drafter=finding.drafter,
+        num_rounds=finding.num_rounds,
+        num_draft_tokens=finding.num_draft_tokens,
+        num_accepted_tokens=finding.num_accepted_tokens,
+        replay_seconds=finding.replay_seconds,
+        num_given_up=finding.num_given_up,
         variant=variant,
     )
 

@@ -14,6 +14,7 @@ from service.experiments.guard_rails import judge
 from service.experiments.ledger_reader import LedgerReader
 from service.experiments.records import RollbackStore
 from service.experiments.report import Standing, render
+from service.experiments.shadows import read_shadows
 from service.experiments.specification import ExperimentError, read_experiment
 from service.experiments.tally import Tally
 from telemetry.ledger.session import LedgerSchemaError, open_ledger, require_current_schema
@@ -62,6 +63,7 @@ def status(
                     "variants": counts,
                     "decisions": decisions,
                     "rollbacks": rollbacks,
+                    "shadows": [asdict(found) for found in standing.shadows],
                 },
                 indent=2,
             )
@@ -69,6 +71,15 @@ def status(
         return
     for name, decision in standing.decisions.items():
         typer.echo(f"{name}: {decision.action} - {decision.rule}")
+    for shadow in standing.shadows:
+        gain = "nothing to compare with yet"
+        if shadow.gain is not None:
+            found = shadow.gain
+            gain = (
+                f"{found.estimate:+.2f} (from {found.lower:+.2f} to {found.upper:+.2f}) against "
+                f"{shadow.baseline} on {shadow.num_paired} requests"
+            )
+        typer.echo(f"{shadow.drafter}: in the shadow - acceptance length {gain}")
     for record in standing.rollbacks:
         typer.echo(f"{record.variant}: rolled back at {record.at} - {record.rule}")
 
@@ -99,6 +110,7 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
             now = datetime.now(UTC)
             tally = Tally(experiment, max_draft_tokens=max_draft_tokens)
             LedgerReader(engine, tally).advance(now)
+            shadows = read_shadows(engine, experiment, max_draft_tokens)
         finally:
             engine.dispose()
         rollbacks = RollbackStore(home / "experiments").of(experiment.name)
@@ -117,4 +129,4 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
     }
     started_at = experiment.started_at.isoformat()
     of_this_start = [r for r in rollbacks if r.started_at == started_at]
-    return Standing(experiment, tally.counts(), decisions, of_this_start, now)
+    return Standing(experiment, tally.counts(), decisions, of_this_start, now, shadows)

@@ -5,7 +5,7 @@ Everything or nothing: what is wrong with one head, or with the experiment, leav
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from engine.config import HeadSource
 from engine.stats import ModelInfo
 from service.experiments.heads import DrafterNames, RegisteredHeads
 from service.experiments.live import LiveExperiments
+from service.experiments.specification import Experiment
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class HeadHost(Protocol):
 
     async def add_head(self, source: HeadSource) -> ModelInfo: ...
     async def remove_drafter(self, name: str) -> ModelInfo: ...
+    async def shadow(self, drafters: Sequence[tuple[tuple[str, ...], float]]) -> ModelInfo: ...
 
 
 class DrafterReload:
@@ -89,7 +91,18 @@ class DrafterReload:
             leaving = self._loaded - wanted.sources.keys()
             self._loaded = frozenset(wanted.sources)
             self._tell(names, leaving)
+            await self._shadow(experiment, names)
             await self._remove(leaving)
+
+    async def _shadow(self, experiment: Experiment | None, names: DrafterNames) -> None:
+        plans: list[tuple[tuple[str, ...], float]] = []
+        if experiment is not None:
+            baseline = experiment.baseline
+            for shadow in experiment.shadows:
+                wanted = [shadow.drafter] if baseline is None else [shadow.drafter, baseline]
+                found = dict.fromkeys(names.versions.get(name, name) for name in wanted)
+                plans.append((tuple(found), shadow.share))
+        await self._host.shadow(plans)
 
     async def _remove(self, names: Collection[str]) -> None:
         for name in names:

@@ -1,5 +1,6 @@
 """What the service needs of an engine, so that tests can bring one without a model."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from engine.breaker import SpeculationBreaker
@@ -11,6 +12,7 @@ from engine.step import StepOutput
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
     from engine.drafter.head.assembly import ReadyHead
+    from engine.shadow import ShadowFinding, ShadowPlan
 
 
 class Engine(Protocol):
@@ -28,5 +30,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def load(self) -> EngineLoad: ...
     def audit_next(self) -> "AuditFinding | None": ...
+    def shadow(self, plans: "Sequence[ShadowPlan]") -> ModelInfo: ...
+    def shadow_next(self) -> "tuple[ShadowFinding, ...] | None": ...
     @property
     def breaker(self) -> SpeculationBreaker: ...

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from service.engine_contract import Engine
 
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
+    from engine.shadow import ShadowFinding
 
 
 class EngineState(StrEnum):
@@ -41,9 +42,9 @@ class EngineThread:
 
     on_output is called on the event loop, once per step that produced something. on_failure is
     called there when the engine raises; no output follows. on_step is called in the engine's
-    thread before the output of the same step is on its way, on_audit there in idle time and
-    on_breaker when the breaker of speculation changes. Made on the event loop, to which all
-    methods belong.
+    thread before the output of the same step is on its way, on_audit and on_shadow there in idle
+    time and on_breaker when the breaker of speculation changes. Made on the event loop, to which
+    all methods belong.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class EngineThread:
         on_step: Callable[[StepStats], None],
         on_audit: Callable[["AuditFinding"], None],
         on_breaker: Callable[[BreakerState], None],
+        on_shadow: Callable[["ShadowFinding"], None],
     ) -> None:
+        self._on_shadow = on_shadow
         self._on_audit = on_audit
         self._on_breaker = on_breaker
         self._breaker_state = BreakerState.CLOSED
@@ -129,6 +132,13 @@ class EngineThread:
         """Offer a head no more. Raises ValueError for what cannot be taken out, EngineGoneError."""
         return await self._change(lambda engine: engine.remove_drafter(name))
 
+    async def shadow(self, drafters: Sequence[tuple[tuple[str, ...], float]]) -> ModelInfo:
+        """Measure heads, in idle time, on a share of what finishes: (drafters, share) each."""
+        from engine.shadow import ShadowPlan  # it loads torch
+
+        plans = [ShadowPlan(names, share) for names, share in drafters]
+        return await self._change(lambda engine: engine.shadow(plans))
+
     async def _change(self, apply: Callable[[Engine], ModelInfo]) -> ModelInfo:
         if self._state is not EngineState.RUNNING or self._stopping:
             raise EngineGoneError("the engine is not running")
@@ -183,6 +193,11 @@ class EngineThread:
             if finding is not None:
                 self._on_audit(finding)
                 self._watch_breaker(engine)
+                continue
+            measured = engine.shadow_next()
+            if measured is not None:
+                for each in measured:
+                    self._on_shadow(each)
                 continue
             with self._wake:
                 if not (self._stopping or self._inbox):

@@ -27,6 +27,7 @@ from telemetry.ledger.records import (
     Outcome,
     RequestCost,
     RequestRecord,
+    ShadowRecord,
     StartRecord,
     TokenCounts,
     new_record_id,
@@ -37,7 +38,7 @@ from telemetry.live_accounts import LiveAccounts, never_failing
 from telemetry.metrics import Metrics
 from telemetry.prices import PriceSchedule
 from telemetry.pseudonym import TenantKey
-from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
+from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest, ShadowFinding
 from telemetry.summaries import (
     bounded_labels,
     bounded_text,
@@ -254,6 +255,25 @@ class Recorder:
         )
         with never_failing("metrics of an audit"):
             self._metrics.on_audit(str(finding.verdict))
+
+    def on_shadow(self, finding: ShadowFinding) -> None:
+        """See Recording."""
+        self._writer.post(
+            ShadowRecord(
+                shadow_uid=new_record_id(),
+                request_id=finding.request_id,
+                instance_id=self._instance.instance_id,
+                measured_at=self._clock.utc(self._clock.now_nanoseconds()),
+                model=self._model,
+                drafter=self._drafter(finding.drafter),
+                variant=finding.variant or None,
+                num_rounds=finding.num_rounds,
+                num_draft_tokens=finding.num_draft_tokens,
+                num_accepted_tokens=finding.num_accepted_tokens,
+                num_given_up=finding.num_given_up,
+                replay_seconds=finding.replay_seconds,
+            )
+        )
 
     def on_breaker(self, state: str) -> None:
         """See Recording."""

@@ -81,6 +81,21 @@ class AuditFinding:
     record_id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ShadowFinding:
+    """What a head would have got accepted in a finished request, and how many chosen requests
+    were given up since the finding before."""
+
+    request_id: str
+    drafter: str
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    replay_seconds: float
+    num_given_up: int = 0
+    variant: str = ""
+
+
 class Recording(Protocol):
     """Where the service records requests, steps and audits."""
 
@@ -139,6 +154,10 @@ class Recording(Protocol):
 
     def on_audit(self, finding: AuditFinding) -> None:
         """Record a verdict of the equivalence auditor."""
+        ...
+
+    def on_shadow(self, finding: ShadowFinding) -> None:
+        """Record the acceptance of a head that drafted for nobody."""
         ...
 
     def on_breaker(self, state: str) -> None:

@@ -22,7 +22,7 @@ from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, Step
 from engine.step import StepOutput
 from telemetry.ledger.records import LatencySummary, RequestCost, SamplingSummary
 from telemetry.prices import PriceSchedule
-from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest
+from telemetry.recording import AuditFinding, FinishedRequest, OpenRequest, ShadowFinding
 from telemetry.tracing import RequestTrace
 
 FAKE_INFO = ModelInfo(
@@ -74,6 +74,7 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.breaker = SpeculationBreaker()
         self.prepare_seconds = 0.0
+        self.shadow_plans: object = ()
         self.may_run = threading.Event()
         self.may_run.set()
         self.crash = False
@@ -122,6 +123,13 @@ class FakeEngine:
         return bool(self._rows)
 
     def audit_next(self) -> None:
+        return None
+
+    def shadow(self, plans: object) -> ModelInfo:
+        self.shadow_plans = plans
+        return self.info
+
+    def shadow_next(self) -> None:
         return None
 
     def load(self) -> EngineLoad:
@@ -237,6 +245,7 @@ class FakeRecording:
     is_closed: bool = False
     prices: list[PriceSchedule] = field(default_factory=list)
     breaker_states: list[str] = field(default_factory=list)
+    shadows: list[ShadowFinding] = field(default_factory=list)
 
     def begin(
         self,
@@ -297,6 +306,9 @@ class FakeRecording:
 
     def on_audit(self, finding: AuditFinding) -> None:
         raise AssertionError("no auditor here")
+
+    def on_shadow(self, finding: ShadowFinding) -> None:
+        self.shadows.append(finding)
 
     def on_breaker(self, state: str) -> None:
         self.breaker_states.append(state)

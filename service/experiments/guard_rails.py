@@ -73,7 +73,7 @@ class GuardRails:
 
     def alpha_per_test(self, *, num_candidates: int, has_slots: bool) -> float:
         """Of one two-sided interval or one test."""
-        return self.alpha / (num_candidates * (4 if has_slots else 2))
+        return self.alpha / (max(1, num_candidates) * (4 if has_slots else 2))
 
 
 @dataclass(frozen=True, slots=True)

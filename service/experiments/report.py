@@ -10,6 +10,7 @@ from datetime import datetime
 from service.experiments.guard_rails import ArmCounts, Decision
 from service.experiments.records import RollbackRecord
 from service.experiments.sequential import Interval
+from service.experiments.shadows import ShadowStanding, table
 from service.experiments.specification import Experiment
 
 _WORDS = {"continue": "go on", "roll_back": "roll back", "promote": "promote"}
@@ -24,6 +25,7 @@ class Standing:
     decisions: Mapping[str, Decision]
     rollbacks: Sequence[RollbackRecord]
     at: datetime
+    shadows: Sequence[ShadowStanding] = ()
 
 
 def render(standing: Standing) -> str:
@@ -54,6 +56,8 @@ def render(standing: Standing) -> str:
             f"| {f.rail} | {f.tolerance} | {f.detail} | {'yes' if f.is_broken else 'no'} |"
             for f in decision.findings
         ]
+    if standing.shadows:
+        lines += table(standing.shadows)
     if standing.rollbacks:
         lines += ["", "## Rolled back", ""]
         lines += [f"- {r.at}: {r.variant}, because of {r.rule}" for r in standing.rollbacks]

@@ -20,6 +20,10 @@ Read from a TOML file that is read again on SIGHUP:
 
     [guard_rails]
     max_acceptance_loss = 0.01
+
+    [[shadow]]                         # measured on finished requests, drafts for nobody
+    drafter = "head:chat-v5@0001"
+    share = 0.1
 """
 
 import math
@@ -36,6 +40,7 @@ from service.experiments.switchback import Slots
 
 Unit = Literal["request", "tenant"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_VERSION = re.compile(r"head:[A-Za-z0-9][A-Za-z0-9_.-]{0,63}@\d{4,}")
 
 
 class ExperimentError(ValueError):
@@ -82,6 +87,29 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class Shadow:
+    """A head that drafts for nobody and is measured on a share of the finished requests, beside
+    the control's head."""
+
+    drafter: str
+    share: float
+
+    def __post_init__(self) -> None:
+        is_version = isinstance(self.drafter, str) and _VERSION.fullmatch(self.drafter) is not None
+        _require(
+            is_version,
+            "shadow.drafter",
+            f'must be "head:NAME@VERSION", got {self.drafter!r}',
+        )
+        is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
+        _require(
+            is_number and 0 < self.share <= 1,
+            "shadow.share",
+            f"must be above 0 and at most 1, got {self.share!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Experiment:
     """A running comparison. The first variant is the control, the others are candidates."""
 
@@ -93,6 +121,7 @@ class Experiment:
     slot_seconds: float | None = None
     washout_seconds: float = 20.0
     guard_rails: GuardRails = field(default_factory=GuardRails)
+    shadows: tuple[Shadow, ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -108,7 +137,10 @@ class Experiment:
         _require(self.unit in get_args(Unit), "unit", f"must be one of {get_args(Unit)}")
         _require(isinstance(self.key, str), "key", "must be a text")
         names = [variant.name for variant in self.variants]
-        _require(len(names) >= 2, "variant", "needs a control and a candidate")
+        least = 1 if self.shadows else 2
+        _require(len(names) >= least, "variant", "needs a control and a candidate, or a shadow")
+        shadowed = [shadow.drafter for shadow in self.shadows]
+        _require(len(set(shadowed)) == len(shadowed), "shadow.drafter", "is measured twice")
         _require(len(set(names)) == len(names), "variant.name", "is used twice")
         _require(
             any(variant.weight > 0 for variant in self.variants), "weight", "one must be positive"
@@ -137,8 +169,15 @@ class Experiment:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """All that its requests may draft with."""
-        return tuple(dict.fromkeys(name for v in self.variants for name in v.drafters))
+        """All that its requests may draft with, and those in the shadow."""
+        names = [name for v in self.variants for name in v.drafters]
+        return tuple(dict.fromkeys((*names, *(shadow.drafter for shadow in self.shadows))))
+
+    @property
+    def baseline(self) -> str | None:
+        """The control's head, which shadows are compared with."""
+        heads = [name for name in self.control.drafters if name.split(":")[0] == "head"]
+        return heads[0] if heads else None
 
     @property
     def hash_key(self) -> bytes:
@@ -184,9 +223,11 @@ def _experiment(document: Mapping[str, Any]) -> Experiment:
     values = dict(document)
     variants = values.pop("variant", [])
     rails = values.pop("guard_rails", {})
+    shadows = values.pop("shadow", [])
+    _require(isinstance(shadows, list), "shadow", "must be written as [[shadow]]")
     _require(isinstance(variants, list), "variant", "must be written as [[variant]]")
     _require(isinstance(rails, dict), "guard_rails", "must be a table")
-    known = {f.name for f in fields(Experiment)} - {"variants", "guard_rails"}
+    known = {f.name for f in fields(Experiment)} - {"variants", "guard_rails", "shadows"}
     _check_keys(values, known, {"name", "started_at"}, "")
     if isinstance(values["started_at"], datetime) and values["started_at"].tzinfo is not None:
         values["started_at"] = values["started_at"].astimezone(UTC)
@@ -199,6 +240,7 @@ def _experiment(document: Mapping[str, Any]) -> Experiment:
     return Experiment(
         variants=tuple(_variant(entry, index) for index, entry in enumerate(variants)),
         guard_rails=guard_rails,
+        shadows=tuple(_shadow(entry, index) for index, entry in enumerate(shadows)),
         **values,
     )
 
@@ -210,6 +252,12 @@ def _variant(entry: Any, index: int) -> Variant:
     values = _checked(entry, known, {"name", "drafters", "weight"}, f"{where}.")
     _require(isinstance(values["drafters"], list), f"{where}.drafters", "must be a list of names")
     return Variant(**{**values, "drafters": tuple(values["drafters"])})
+
+
+def _shadow(entry: Any, index: int) -> Shadow:
+    _require(isinstance(entry, dict), f"shadow[{index}]", "must be a table")
+    known = {f.name for f in fields(Shadow)}
+    return Shadow(**_checked(entry, known, known, f"shadow[{index}]."))
 
 
 def _checked(

@@ -373,6 +373,32 @@ class AuditResult(Base):
     audit_seconds: Mapped[float]
 
 
+class ShadowResult(Base):
+    """What a head that drafts for nobody would have got accepted in one finished request."""
+
+    __tablename__ = "shadow_results"
+    __table_args__ = (
+        UniqueConstraint("shadow_uid"),
+        Index("ix_shadow_results_measured_at", "measured_at"),
+        {"sqlite_autoincrement": True},
+    )
+
+    shadow_id: Mapped[int] = mapped_column(RowKey, primary_key=True)
+    shadow_uid: Mapped[str] = mapped_column(String(32))  # makes writing it twice harmless
+    request_id: Mapped[str] = mapped_column(String(160))
+    instance_id: Mapped[str] = mapped_column(String(64))
+    recorded_at: Mapped[datetime]
+    measured_at: Mapped[datetime]
+    model_key: Mapped[int | None] = mapped_column(RowKey, ForeignKey("models.model_key"))
+    drafter_key: Mapped[int | None] = mapped_column(RowKey, ForeignKey("drafters.drafter_key"))
+    variant_key: Mapped[int | None] = mapped_column(RowKey, ForeignKey("variants.variant_key"))
+    num_rounds: Mapped[int]
+    num_draft_tokens: Mapped[int]
+    num_accepted_tokens: Mapped[int]
+    num_given_up: Mapped[int]  # requests since the server's row before that were not measured
+    replay_seconds: Mapped[float]
+
+
 class ExportWatermark(Base):
     """How far a named export has read. Retention deletes nothing beyond the lowest of them."""
 

@@ -264,7 +264,25 @@ class AuditRecord:
     audit_seconds: float
 
 
-Record = InstanceRecord | StartRecord | RequestRecord | CapacityRecord | AuditRecord
+@dataclass(frozen=True, slots=True)
+class ShadowRecord:
+    """The acceptance that a head would have had in one finished request, by exact replay."""
+
+    shadow_uid: str
+    request_id: str
+    instance_id: str
+    measured_at: datetime
+    model: ModelRecord | None
+    drafter: DrafterRecord | None
+    variant: str | None
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_given_up: int
+    replay_seconds: float
+
+
+Record = InstanceRecord | StartRecord | RequestRecord | CapacityRecord | AuditRecord | ShadowRecord
 
 _KINDS: dict[str, type[Any]] = {
     "instance": InstanceRecord,
@@ -272,6 +290,7 @@ _KINDS: dict[str, type[Any]] = {
     "request": RequestRecord,
     "capacity": CapacityRecord,
     "audit": AuditRecord,
+    "shadow": ShadowRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _PARTS: dict[str, type[Any]] = {

@@ -10,6 +10,7 @@ from telemetry.ledger.records import (
     AuditRecord,
     CapacityRecord,
     RequestRecord,
+    ShadowRecord,
     StartRecord,
 )
 
@@ -66,6 +67,10 @@ AUDIT_PLAIN_COLUMNS = (
     "num_mismatched_tokens", "first_mismatch_index", "smallest_margin", "epsilon",
     "audit_seconds", "audited_at",
 )  # fmt: skip
+SHADOW_PLAIN_COLUMNS = (
+    "shadow_uid", "request_id", "instance_id", "measured_at", "num_rounds", "num_draft_tokens",
+    "num_accepted_tokens", "num_given_up", "replay_seconds",
+)  # fmt: skip
 
 _request_values = attrgetter(
     *REQUEST_PLAIN_COLUMNS,
@@ -76,6 +81,7 @@ _request_values = attrgetter(
 )
 _capacity_values = attrgetter(*CAPACITY_PLAIN_COLUMNS)
 _audit_values = attrgetter(*AUDIT_PLAIN_COLUMNS)
+_shadow_values = attrgetter(*SHADOW_PLAIN_COLUMNS)
 
 
 def sqlite_instant(instant: datetime) -> int:
@@ -153,7 +159,14 @@ def capacity_values(record: CapacityRecord) -> dict[str, Any]:
 
 def audit_values(record: AuditRecord) -> dict[str, Any]:
     """Column values, without keys and recorded_at."""
-    return dict(zip(AUDIT_PLAIN_COLUMNS, _audit_values(record), strict=True))
+    guarantee = record.model.guarantee if record.model else None
+    values = zip(AUDIT_PLAIN_COLUMNS, _audit_values(record), strict=True)
+    return {**dict(values), "guarantee": guarantee}
+
+
+def shadow_values(record: ShadowRecord) -> dict[str, Any]:
+    """Column values, without keys and recorded_at."""
+    return dict(zip(SHADOW_PLAIN_COLUMNS, _shadow_values(record), strict=True))
 
 
 def finished_on(record: RequestRecord) -> date:

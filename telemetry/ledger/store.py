@@ -26,6 +26,7 @@ from telemetry.ledger.records import (
     Outcome,
     Record,
     RequestRecord,
+    ShadowRecord,
     StartRecord,
 )
 
@@ -96,7 +97,10 @@ class LedgerStore:
         self._insert_requests(connection, requests, now)
         _delete_starts(connection, finished)
         self._insert_capacity(connection, _of(records, CapacityRecord), now)
-        self._insert_audits(connection, _of(records, AuditRecord), now)
+        audits = [(r, rows.audit_values(r)) for r in _of(records, AuditRecord)]
+        self._insert_findings(connection, models.AuditResult, audits, now)
+        shadow = [(r, rows.shadow_values(r)) for r in _of(records, ShadowRecord)]
+        self._insert_findings(connection, models.ShadowResult, shadow, now)
 
     def _insert_starts(
         self, connection: Connection, starts: Sequence[StartRecord], now: datetime
@@ -138,18 +142,20 @@ class LedgerStore:
             values["price_key"] = self._dimensions.key_of(connection, record.price, now)
             connection.execute(insert_ignoring(connection, table).values(values))
 
-    def _insert_audits(
-        self, connection: Connection, audits: Sequence[AuditRecord], now: datetime
+    def _insert_findings(
+        self,
+        connection: Connection,
+        entity: type[models.Base],
+        findings: Iterable[tuple[AuditRecord | ShadowRecord, dict[str, Any]]],
+        now: datetime,
     ) -> None:
-        table = table_of(models.AuditResult)
-        for record in audits:
-            values = rows.audit_values(record)
+        for record, values in findings:
             values["recorded_at"] = now
             values["model_key"] = self._dimensions.key_of(connection, record.model, now)
             values["drafter_key"] = self._dimensions.key_of(connection, record.drafter, now)
             values["variant_key"] = self._dimensions.key_of(connection, record.variant, now)
-            values["guarantee"] = record.model.guarantee if record.model else None
-            connection.execute(insert_ignoring(connection, table).values(values))
+            statement = insert_ignoring(connection, table_of(entity))
+            connection.execute(statement.values(values))
 
     def _not_written_yet(
         self, connection: Connection, requests: Sequence[RequestRecord]

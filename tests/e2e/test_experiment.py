@@ -289,3 +289,48 @@ async def test_a_server_rolls_a_bad_candidate_back_from_its_own_rows(
     (record,) = json.loads((tmp_path / "home" / "experiments" / "unequal.json").read_text())
     assert record["variant"] == "candidate"
     assert record["rule"].startswith("acceptance length: changed by -")
+
+
+_SHADOW = """
+name = "shadow"
+started_at = 2026-01-01T00:00:00Z
+[[variant]]
+name = "control"
+drafters = ["head:chat"]
+weight = 1
+[[shadow]]
+drafter = "head:chat@0002"
+share = 1.0
+"""
+
+
+async def test_a_head_in_the_shadow_is_measured_and_drafts_for_nobody(
+    home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "experiment.toml").write_text(_SHADOW)
+    server = assemble(_settings(home, tmp_path, heads=(), audit_share=0))
+    await server.listen()
+    await server.load()
+    found: list[tuple[str, str, int, int]] = []
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "speculation": True}
+        results = [await client.generate("the quick", **options).result() for _ in range(3)]
+        query = (
+            "SELECT s.request_id, d.name, num_rounds, num_accepted_tokens FROM shadow_results s "
+            "JOIN drafters d USING (drafter_key) ORDER BY shadow_id"
+        )
+        async with asyncio.timeout(60):
+            while len(found) < 6:
+                await asyncio.sleep(0.1)
+                with sqlite3.connect(tmp_path / "ledger.db") as connection:
+                    found = connection.execute(query).fetchall()
+    await server.stop(1.0)
+    assert {row[0] for row in found} == {result.request_id for result in results}
+    assert {row[1] for row in found} == {"head:chat@0001", "head:chat@0002"}
+    with sqlite3.connect(tmp_path / "ledger.db") as connection:
+        rows = connection.execute(
+            "SELECT r.request_id, d.name, r.num_plain_steps + r.num_verify_steps - 1, "
+            "r.num_emitted_accepted_tokens FROM requests r JOIN drafters d USING (drafter_key)"
+        ).fetchall()
+    assert {row[1] for row in rows} == {"head:chat@0001"}
+    assert set(rows) <= set(found), "the replay counts what live rounds of full length counted"

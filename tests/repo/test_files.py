@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES = 300
 LONGER = {  # file -> its own limit
     "engine/request.py": 380,  # every value is checked where it is declared
-    "telemetry/ledger/models.py": 400,  # the tables
-    "telemetry/ledger/records.py": 340,  # the rows' types
+    "telemetry/ledger/models.py": 420,  # the tables
+    "telemetry/ledger/records.py": 360,  # the rows' types
     "telemetry/ledger/writer.py": 340,  # one thread's whole life
     "telemetry/recorder.py": 390,  # one class behind one contract
 }

@@ -16,6 +16,7 @@ from telemetry.ledger.rows import (
     AUDIT_PLAIN_COLUMNS,
     CAPACITY_PLAIN_COLUMNS,
     REQUEST_COLUMNS,
+    SHADOW_PLAIN_COLUMNS,
     START_COLUMNS,
 )
 from telemetry.ledger.session import (
@@ -107,6 +108,11 @@ def test_other_databases_are_refused() -> None:
             models.AuditResult,
             AUDIT_PLAIN_COLUMNS,
             ("audit_id", "recorded_at", "model_key", "drafter_key", "variant_key", "guarantee"),
+        ),
+        (
+            models.ShadowResult,
+            SHADOW_PLAIN_COLUMNS,
+            ("shadow_id", "recorded_at", "model_key", "drafter_key", "variant_key"),
         ),
     ],
 )

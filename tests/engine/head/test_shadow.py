@@ -119,7 +119,7 @@ def test_a_replay_that_fails_costs_its_finding_alone(tmp_path: Path) -> None:
     engine = head_engine(tmp_path)
     engine.shadow([ShadowPlan(("head",), 1.0)])
     run(engine, [request(str(i), p) for i, p in enumerate(PROMPTS)])
-    engine._parts.roster.head("head").drafter._tap._states = _Broken()  # type: ignore[union-attr,assignment]
+    engine._parts.roster.head("head").drafter._tap._states = _Broken()  # type: ignore[union-attr]
     assert _measured(engine) == []
     engine.check_integrity()
     outcome = Outcome()
