@@ -19,10 +19,12 @@ from exports.day_messages import Opening, Reply, RowsDone
 from exports.days import DayBuilder, DayKind, DayTask, WrittenDay
 from exports.errors import ExportError
 from exports.row_stream import RowStream
+from exports.without_pandas import hide_pandas
 
 
 def main() -> None:
     """Serve until the other end closes."""
+    hide_pandas()
     # A terminal and a service manager signal the whole group: the export alone decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

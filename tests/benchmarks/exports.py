@@ -35,6 +35,8 @@ def measure(url: str, out: Path, num_workers: int) -> dict[str, object]:
             sys.executable,
             "-c",
             "import sys; from datetime import timedelta;"
+            # As where Tandem alone is installed: the tests' packages bring pandas with them.
+            "from exports.without_pandas import hide_pandas; hide_pandas();"
             "from exports.job import ExportOptions, run_export;"
             "options = ExportOptions(lag=timedelta(0), num_workers=int(sys.argv[3]));"
             "run_export(sys.argv[1], sys.argv[2], options)",

@@ -19,6 +19,7 @@ NUM_TENANTS = 8
 MIDNIGHT_MICROSECONDS = int((NOON - timedelta(hours=12, minutes=30)).timestamp()) * 1_000_000
 DAY_MICROSECONDS = 86_400_000_000
 MINUTES_PER_DAY = 1_440
+CHUNK_ROWS = 250_000
 
 NUMBERS = """
 {series},
@@ -39,14 +40,25 @@ hashes AS (
     FROM lengths
 )
 """
-"""a, b and c are three hashes of n; `finished` is in microseconds."""
+"""Requests `t`. a, b and c are three hashes of n; `finished` and `pause` are in microseconds."""
+
+ACCEPTANCE = """
+INSERT INTO request_acceptance
+SELECT ledger_id, position, finished_on, num_verify_steps * (8 - position) / 8,
+    num_verify_steps * (5 - position) / 8
+FROM requests CROSS JOIN (
+    SELECT 0 AS position UNION ALL SELECT 1 UNION ALL SELECT 2 UNION ALL SELECT 3
+) p
+WHERE num_verify_steps > 0 AND ledger_id BETWEEN :first AND :last
+ORDER BY 1, 2
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What the databases spell differently. `{}` is an expression."""
 
-    series: str  # numbers 1 to {} as n
+    series: str  # numbers {} to {} as n
     instant: str  # of microseconds
     day: str  # of microseconds
     hexed: str  # eight digits of a number
@@ -54,14 +66,14 @@ class Dialect:
 
 
 SQLITE = Dialect(
-    series="WITH RECURSIVE s(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM s WHERE n < {})",
+    series="WITH RECURSIVE s(n) AS (SELECT {} UNION ALL SELECT n + 1 FROM s WHERE n < {})",
     instant="({})",
     day="date(({}) / 1000000, 'unixepoch')",
     hexed="printf('%08x', {})",
     json="'{}'",
 )
 POSTGRESQL = Dialect(
-    series="WITH s(n) AS (SELECT generate_series(1, {}::bigint))",
+    series="WITH s(n) AS (SELECT generate_series({}, {}::bigint))",
     instant="to_timestamp(({}) / 1000000.0)",
     day="(to_timestamp(({}) / 1000000.0) AT TIME ZONE 'UTC')::date",
     hexed="lpad(to_hex({}), 8, '0')",
@@ -77,16 +89,13 @@ def fill(url: str, num_rows: int, num_days: int) -> None:
     dialect = SQLITE if engine.dialect.name == "sqlite" else POSTGRESQL
     with engine.begin() as connection:
         _fill_tenants(connection, dialect)
-        _fill_requests(connection, dialect, num_rows, num_days)
-        connection.execute(
-            text(
-                "INSERT INTO request_acceptance "
-                "SELECT ledger_id, position, finished_on, num_verify_steps * (8 - position) / 8, "
-                "num_verify_steps * (5 - position) / 8 FROM requests CROSS JOIN "
-                "(SELECT 0 AS position UNION ALL SELECT 1 UNION ALL SELECT 2 UNION ALL SELECT 3) p "
-                "WHERE num_verify_steps > 0 ORDER BY 1, 2"
-            )
-        )
+    pause = num_days * DAY_MICROSECONDS // num_rows
+    for first in range(1, num_rows + 1, CHUNK_ROWS):  # a transaction of all would be written twice
+        last = min(first + CHUNK_ROWS - 1, num_rows)
+        with engine.begin() as connection:
+            _fill_requests(connection, dialect, (first, last), pause)
+            connection.execute(text(ACCEPTANCE), {"first": first, "last": last})
+    with engine.begin() as connection:
         _fill_intervals(connection, dialect, num_days * MINUTES_PER_DAY)
         connection.execute(
             text(
@@ -125,11 +134,13 @@ def _fill_tenants(connection: Connection, dialect: Dialect) -> None:
         )
 
 
-def _fill_requests(connection: Connection, dialect: Dialect, num_rows: int, num_days: int) -> None:
+def _fill_requests(
+    connection: Connection, dialect: Dialect, rows: tuple[int, int], pause: int
+) -> None:
     numbers = NUMBERS.format(
-        series=dialect.series.format(num_rows),
+        series=dialect.series.format(*rows),
         midnight=MIDNIGHT_MICROSECONDS,
-        pause=num_days * DAY_MICROSECONDS // num_rows,
+        pause=pause,
     )
     instant = dialect.instant.format
     row = request_row(1, NOON)
@@ -211,7 +222,7 @@ def _fill_intervals(connection: Connection, dialect: Dialect, num_minutes: int) 
         "energy_source": "'none'",
     }
     names, expressions = ", ".join(values), ", ".join(values.values())
-    series = dialect.series.format(num_minutes)
+    series = dialect.series.format(1, num_minutes)
     statement = f"INSERT INTO capacity_intervals ({names}) {series} SELECT {expressions} FROM s"  # noqa: S608
     connection.exec_driver_sql(statement.replace("%", "%%") if dialect is POSTGRESQL else statement)
 

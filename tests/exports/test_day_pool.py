@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from datetime import UTC, date, datetime, timedelta
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def test_any_number_of_processes_makes_the_same_bytes(
     assert seen == {1, 3}
     assert published(tmp_path / "1") == published(tmp_path / "3")
     assert len(psutil.Process().children()) == idle
+
+
+@pytest.mark.skipif(find_spec("pandas") is None, reason="pandas is not installed")
+def test_a_process_loads_no_pandas(tmp_path: Path) -> None:
+    ledger = LedgerFill(new_ledger(tmp_path))
+    ledger.dimensions()
+    ledger.request(NOON, drafted=(3, 2), accepted=(2, 1))
+    others = set(psutil.Process().children())
+    libraries: set[str] = set()
+
+    def look(_: object) -> None:
+        for worker in set(psutil.Process().children()) - others:
+            libraries.update(area.path for area in worker.memory_maps())
+
+    run_export(ledger.url, tmp_path / "out", now=NOW, on_progress=look)
+    assert any("pyarrow" in path for path in libraries)
+    assert not any("/pandas/" in path for path in libraries)
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
