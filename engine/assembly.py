@@ -3,7 +3,7 @@
 import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     )
     examined = [_examine(target, max_tokens, config.layout)]
     # Before the target's weights are packed: a head may be completed from them.
-    heads = load_heads(config.speculation, target, config.layout)
+    heads = [] if target.shards else load_heads(config.speculation, target, config.layout)
     if draft is not None:
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         examined.append(_examine(draft, min(max_tokens, draft.max_context_tokens)))
@@ -133,7 +133,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     roster = DrafterRoster(
         drafters,
         lengths,
-        HeadLoader(target, caches[0], sampler) if is_ragged else None,
+        HeadLoader(target, caches[0], sampler) if is_ragged and not target.shards else None,
         made_heads,
         [made.costs for made in ready[1:]],
         config.speculation.max_draft_tokens,
@@ -173,6 +173,7 @@ def _examine(loaded: LoadedModel, max_tokens: int, layout: LayoutName = "ragged"
     num_tokens = agreement_length(loaded.model, max_tokens)
     examine = attention_shape if layout == "ragged" else plain_cache_shape
     shape, logits, token_ids = examine(loaded.name, loaded.model, num_tokens)
+    shape = replace(shape, shards=loaded.shards)
     return ExaminedModel(loaded, shape, logits, token_ids, layout == "ragged")
 
 
@@ -238,6 +239,7 @@ def _cost_key(examined: ExaminedModel, runner: TargetRunner) -> str:
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
         torch.__version__,
+        loaded.shards.num_shards if loaded.shards else 1,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

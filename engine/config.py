@@ -120,6 +120,8 @@ class EngineConfig:
     group_rows: decoding rows per step of the layout "grouped", whose pool is max_num_rows; None
       is half of the pool.
     cost_table_folder: where measured costs are kept between starts; None measures every time.
+    tensor_parallel: processes, started by torchrun, that share the target: each computes a part of
+      every layer. The engine runs in the first one. Heads are refused.
     """
 
     target: str
@@ -135,6 +137,7 @@ class EngineConfig:
     cost_table_folder: str | None = None
     layout: LayoutName = "ragged"
     group_rows: int | None = None
+    tensor_parallel: int = 1
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
 
@@ -147,6 +150,7 @@ class EngineConfig:
             f"{self.layout!r} gives a head no hidden states; heads need 'ragged'",
         )
         _require(self.max_num_rows >= 1, "max_num_rows", "must be at least 1")
+        self._check_tensor_parallel()
         _require(self.max_step_tokens >= 8, "max_step_tokens", "must be at least 8")
         _require(
             self.max_model_tokens is None or self.max_model_tokens >= 8,
@@ -181,3 +185,14 @@ class EngineConfig:
             f"'invariant' needs the layout 'ragged': in {self.layout!r} a row's padding, and with "
             "it the order of its sums, depends on its neighbours",
         )
+
+    def _check_tensor_parallel(self) -> None:
+        _require(self.tensor_parallel >= 1, "tensor_parallel", "must be at least 1")
+        if self.tensor_parallel > 1:
+            _require(self.layout == "ragged", "tensor_parallel", "needs the layout 'ragged'")
+            _require(
+                self.speculation.head in (None, SHIPPED_HEAD) and not self.speculation.more_heads,
+                "tensor_parallel",
+                "heads need the whole target in one process; draft with prompt_lookup, suffix or "
+                "a draft model",
+            )

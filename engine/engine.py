@@ -64,7 +64,12 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """Load the models and get ready; slow. Raises UnsupportedModelError or ValueError."""
-        target = load_model(config.target, dtype=config.dtype, device=config.device)
+        target = load_model(
+            config.target,
+            dtype=config.dtype,
+            device=config.device,
+            num_shards=config.tensor_parallel,
+        )
         draft = None
         if "draft_model" in config.speculation.drafters:
             draft = load_model(

@@ -74,6 +74,10 @@ class KVCache:
             lazy_zeros((num_slots, shape.num_kv_heads, shape.value_size), shape)
             for _ in range(shape.num_layers)
         ]
+        self.number = 0  # among those that followers hold as well
+        if shape.shards is not None:
+            sizes = (max_num_rows, max_tokens, num_blocks, block_size)
+            self.number = shape.shards.new_cache(self, shape.numbers, sizes)
         self._rows: dict[int, _Row] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
         self._block_by_prefix: dict[bytes, int] = {}  # digest of a prefix -> its last full block
@@ -167,13 +171,12 @@ class KVCache:
 
     def slots(self, row: int, start: int, stop: int) -> list[int]:
         """Slots of positions start..stop-1, which must be reserved."""
-        state, size = self._rows[row], self.block_size
+        blocks, size = self.block_table(row), self.block_size
         if self.is_contiguous:
-            base = state.blocks[0] * size
+            base = blocks[0] * size
             return list(range(base + start, base + stop))
         return [
-            state.blocks[position // size] * size + position % size
-            for position in range(start, stop)
+            blocks[position // size] * size + position % size for position in range(start, stop)
         ]
 
     def block_table(self, row: int) -> Sequence[int]:
@@ -196,7 +199,8 @@ class KVCache:
         else:
             blocks = self.pool.allocate(1)
             if num_shared:
-                self._copy_slots(source_block, blocks[0], num_shared)
+                size = self.block_size
+                self.copy_slots(source_block * size, blocks[0] * size, num_shared)
         return _Row(blocks, salt, num_shared, list(token_ids[:num_shared]))
 
     def _allocate_shared(self, token_ids: Sequence[int], limit: int, salt: str) -> _Row:
@@ -232,17 +236,22 @@ class KVCache:
         if prefix is not None:
             del self._block_by_prefix[prefix]
 
-    def _copy_slots(self, source_block: int, block: int, num_tokens: int) -> None:
-        source, target = source_block * self.block_size, block * self.block_size
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        if self.shape.shards is not None:
+            self.shape.shards.announce("copy", cache=self.number, places=[source, target, count])
         for layer in (*self.keys, *self.values):
-            layer[target : target + num_tokens] = layer[source : source + num_tokens]
+            layer[target : target + count] = layer[source : source + count]
+
+    def zero_slots(self, start: int, count: int) -> None:
+        if self.shape.shards is not None:
+            self.shape.shards.announce("zero", cache=self.number, places=[start, count])
+        for layer in (*self.keys, *self.values):
+            layer[start : start + count] = 0
 
     def _zero(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             if self.pool.num_references(block) == 1:
-                start = block * self.block_size
-                for layer in (*self.keys, *self.values):
-                    layer[start : start + self.block_size] = 0
+                self.zero_slots(block * self.block_size, self.block_size)
 
     # ---- integrity --------------------------------------------------------------------
 

@@ -1,14 +1,16 @@
 """The tensors behind a cache: what a model stores per token, and memory that is lazy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from engine.shards import Shards
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """What a model stores per token."""
+    """What a model stores per token; in each of its processes, where shards are given."""
 
     num_layers: int
     num_kv_heads: int
@@ -16,6 +18,12 @@ class KVCacheShape:
     value_size: int
     dtype: torch.dtype
     device: torch.device
+    shards: Shards | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Layers, heads, and the sizes of a key and a value."""
+        return self.num_layers, self.num_kv_heads, self.key_size, self.value_size
 
     @property
     def bytes_per_token(self) -> int:

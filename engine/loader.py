@@ -1,8 +1,9 @@
 """Models and tokenizers from a folder or a hub id: safetensors only, never remote code."""
 
+import atexit
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DistributedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import AutoConfig
+
+from engine.shards import Shards, join
 
 _CPU_FLAGS_WITH_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 _CIRCUMSTANCES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -27,7 +31,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. name is how it was asked for."""
+    """A model ready to run. name is how it was asked for; shards: of which this is one."""
 
     name: str
     model: PreTrainedModel
@@ -36,6 +40,7 @@ class LoadedModel:
     num_parameters: int
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int
+    shards: Shards | None = None
 
 
 def resolve_device(wanted: str) -> torch.device:
@@ -96,8 +101,12 @@ def _weight_of(module: torch.nn.Module | None) -> torch.Tensor:
     return weight.detach()
 
 
-def load_model(name: str, *, dtype: str, device: str) -> LoadedModel:
-    """Load for inference. Raises UnsupportedModelError for what is no causal language model."""
+def load_model(name: str, *, dtype: str, device: str, num_shards: int = 1) -> LoadedModel:
+    """Load for inference. Raises UnsupportedModelError for what is no causal language model.
+
+    num_shards: processes of torchrun that load it together, each a part of every layer; the first
+    one's calls are announced to the others. Raises ShardError unless they are there.
+    """
     place = resolve_device(device)
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if getattr(config, "is_encoder_decoder", False):
@@ -106,16 +115,43 @@ def load_model(name: str, *, dtype: str, device: str) -> LoadedModel:
         raise UnsupportedModelError(
             f"{name}: {config.model_type!r} is no causal language model that transformers knows"
         )
+    shards, arguments = None, {}
+    if num_shards > 1:
+        _check_shards(name, config, num_shards)
+        shards = join(num_shards, place)
+        arguments["distributed_config"] = DistributedConfig(tp_size=num_shards, tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(
         name,
+        **arguments,
         dtype=resolve_dtype(dtype, place),
         attn_implementation="eager",  # every model has it, and it is replaced anyway
         use_safetensors=True,
         trust_remote_code=False,
     )
-    model.to(place)  # type: ignore[arg-type] # transformers wraps Module.to without its types
+    if shards is None:
+        model.to(place)  # type: ignore[arg-type] # transformers wraps Module.to without its types
     model.eval()
-    return describe_model(name, model, load_tokenizer(name))
+    loaded = describe_model(name, model, load_tokenizer(name))
+    if shards is not None and shards.is_leader:
+        shards.lead(model)
+        atexit.register(shards.stop)
+    return replace(loaded, shards=shards)
+
+
+def _check_shards(name: str, config: Any, num_shards: int) -> None:
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModelError(
+            f"{name}: transformers has no plan to split {text.model_type!r} over processes"
+        )
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(text, heads, None) or text.num_attention_heads
+        if count % num_shards:
+            raise UnsupportedModelError(
+                f"tensor_parallel: {num_shards} processes cannot share {heads}={count} evenly"
+            )
+    if not Path(name).is_dir():
+        raise UnsupportedModelError(f"{name}: a model over several processes lies in a folder")
 
 
 def describe_model(

@@ -10,6 +10,8 @@ import itertools
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -70,12 +72,13 @@ class ModelRunner:
             arguments["logits_to_keep"] = plan.logit_index
         self._attention = PlannedAttention(plan, self.cache, self.padding)
         try:
-            output = self.model(
-                input_ids=plan.input_ids,
-                position_ids=plan.position_ids,
-                use_cache=False,
-                **arguments,
-            )
+            with self._told(rows):
+                output = self.model(
+                    input_ids=plan.input_ids,
+                    position_ids=plan.position_ids,
+                    use_cache=False,
+                    **arguments,
+                )
         finally:
             self._attention = None
         self.num_forwards += 1
@@ -85,6 +88,15 @@ class ModelRunner:
         if not self._keeps_logits:
             logits = logits.index_select(0, plan.logit_index)
         return logits[: plan.num_logits]
+
+    def _told(self, rows: Sequence[ForwardRow]) -> AbstractContextManager[None]:
+        """Where the model has shards, the other processes compute the same rows."""
+        shards = self.cache.shape.shards
+        if shards is None:
+            return nullcontext()
+        blocks = {row.row: self.cache.block_table(row.row) for row in rows}
+        described = [asdict(row) for row in rows]
+        return shards.planned(self.cache.number, described, blocks, astuple(self.padding))
 
     def _num_tokens_multiple(self) -> int:
         return self.padding.tokens

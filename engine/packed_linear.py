@@ -8,6 +8,8 @@ faster, and a token's result has the same bits for any number of tokens from two
 import torch
 from torch import nn
 
+from engine.shards import is_sharded
+
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 _EXPECTED_TOKENS = 8  # oneDNN may choose the layout by it; any number of tokens works
 
@@ -46,6 +48,7 @@ def can_pack(model: nn.Module) -> bool:
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and not is_sharded(model)
     )
 
 

@@ -73,7 +73,9 @@ def run(settings: ServiceSettings) -> int:
     """Serve until a signal; the exit status. Imports torch."""
     from service.assembly import SetUpError, assemble, set_up_logs
     from service.file_watch import watch_of
+    from service.models import ModelError
     from service.process import run_until_signal
+    from service.shard import rank_of, serve_shard
 
     set_up_logs(settings)
 
@@ -87,8 +89,10 @@ def run(settings: ServiceSettings) -> int:
         )
 
     try:
+        if rank_of(settings) > 0:
+            return serve_shard(settings)
         return asyncio.run(main())
-    except (SetUpError, OSError, ValueError) as error:
+    except (SetUpError, ModelError, OSError, ValueError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         sys.stderr.flush()
         return 1

@@ -41,6 +41,7 @@ class ServiceSettings(BaseSettings):
     numerics: Numerics = "auto"
     kv_cache_memory: float = Field(default=0.5, gt=0)
     layout: LayoutName = "ragged"
+    tensor_parallel: int = Field(default=1, ge=1)  # processes of torchrun that share the target
     drafters: tuple[str, ...] = ("prompt_lookup", "head")  # or "head:NAME" of the registry
     head: str = SHIPPED_HEAD  # or a folder; used by the drafter "head"
     max_draft_tokens: int = Field(default=4, ge=0, le=64)
@@ -154,6 +155,7 @@ class ServiceSettings(BaseSettings):
             numerics=self.numerics,
             kv_cache_memory=self.kv_cache_memory,
             layout=self.layout,
+            tensor_parallel=self.tensor_parallel,
             audit=AuditConfig(share=self.audit_share),
             cost_table_folder=str(self.home.expanduser() / "cost-tables"),
             speculation=SpeculationConfig(

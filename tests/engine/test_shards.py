@@ -1,0 +1,92 @@
+"""A target over two processes writes what one process writes; what cannot be split is refused."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from engine.config import EngineConfig, HeadSource, SpeculationConfig
+from engine.engine import Engine
+from engine.loader import UnsupportedModelError, load_model
+from engine.shards import ShardError, join
+from tests.engine.shards_program import NUM_REQUESTS, config_of, generate
+from tests.tiny import save_tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def _start(rank: int, model: Path, port: int) -> "subprocess.Popen[str]":
+    """A process as torchrun starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.shards_program", str(model), "2"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [_start(rank, model, port) for rank in range(2)]
+    try:
+        alone = generate(Engine.from_config(config_of(str(model), 1)))
+        (printed, said), (_, said_by_follower) = (p.communicate(timeout=100) for p in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0, 0], said + said_by_follower
+    together = json.loads(printed.splitlines()[-1])
+    assert together["tokens"] == alone["tokens"]
+    assert len(together["tokens"]) == NUM_REQUESTS
+    assert together["num_cached"] == alone["num_cached"] > 0  # keys were copied in both
+    assert together["audits"] == [True] * NUM_REQUESTS
+    assert together["guarantee"] in ("bit_exact", "rounding")
+
+
+def test_a_model_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path / "tiny"))
+    with pytest.raises(UnsupportedModelError, match="3 processes cannot share num_attention_heads"):
+        load_model(model, dtype="float32", device="cpu", num_shards=3)
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UnsupportedModelError, match="no plan to split 'gpt2'"):
+        load_model(str(tmp_path / "gpt2"), dtype="float32", device="cpu", num_shards=2)
+
+
+def test_without_the_other_processes_the_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ShardError, match="2 processes are asked for and 1 were started"):
+        join(2, torch.device("cpu"))
+
+
+def test_what_needs_the_whole_target_in_one_process_is_refused() -> None:
+    head = SpeculationConfig(more_heads=(HeadSource("x", "folder"),))
+    with pytest.raises(ValueError, match=r"tensor_parallel.*heads need the whole target"):
+        EngineConfig(target="x", tensor_parallel=2, speculation=head)
+    with pytest.raises(ValueError, match=r"tensor_parallel.*'ragged'"):
+        EngineConfig(target="x", tensor_parallel=2, layout="aligned")
