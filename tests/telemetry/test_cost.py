@@ -131,7 +131,7 @@ def test_a_simulated_day_reconciles_to_the_nano_dollar_with_restarts_and_price_c
         now = started
         while True:
             now += int(random_.expovariate(1 / 20) * SECOND) if random_.random() < 0.1 else 0
-            duration = random_.randrange(1, 3 * SECOND)
+            duration = random_.randrange(1, 10 * SECOND)
             if now + duration > ended:
                 break
             live = random_.sample(range(12), random_.randrange(1, 12))

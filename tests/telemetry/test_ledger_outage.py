@@ -21,7 +21,7 @@ from tests.telemetry.test_ledger_writer import count, rows_of
 
 HOUR = 3600.0
 TICK = 30.0  # seconds of simulated time between bursts of load
-BURST = 20  # requests
+BURST = 8  # requests
 
 
 class Clock:
@@ -105,7 +105,7 @@ def test_an_hour_without_a_database_is_journalled_and_replayed_once(
     assert status.is_database_away
     assert status.lag_seconds >= HOUR - 2 * TICK
     assert status.num_lost == 0
-    assert status.journal_bytes > 1_000_000
+    assert status.journal_bytes > 400_000
     assert 50 < outage.store.num_refusals <= 140  # waits grow up to half a minute
     outage.store.num_answers_to_lose = 2  # the replay is interrupted where nobody knows how far
     outage.store.is_away = False
@@ -131,7 +131,7 @@ def test_a_journal_that_fills_warns_before_anything_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outage = Outage(f"sqlite:///{tmp_path}/never/l.db", tmp_path / "j", max_bytes=300_000)
-    durable = [future.result(20) for _ in range(20) for future in outage.burst()]
+    durable = [future.result(20) for _ in range(50) for future in outage.burst()]
     status = outage.writer.status()
     assert status.num_lost > durable.count(False) > 0  # starts are counted as well
     assert status.journal_bytes <= 300_000
