@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.experiments.canary import CanaryRun
 from service.experiments.guard_rails import judge
 from service.experiments.ledger_reader import LedgerReader
 from service.experiments.records import RollbackStore
 from service.experiments.report import Standing, render
 from service.experiments.shadows import read_shadows
-from service.experiments.specification import ExperimentError, read_experiment
+from service.experiments.specification import Experiment, ExperimentError, read_experiment
 from service.experiments.tally import Tally
 from telemetry.ledger.session import LedgerSchemaError, open_ledger, require_current_schema
 
@@ -63,12 +65,15 @@ def status(
                     "variants": counts,
                     "decisions": decisions,
                     "rollbacks": rollbacks,
+                    "stage": standing.stage,
                     "shadows": [asdict(found) for found in standing.shadows],
                 },
                 indent=2,
             )
         )
         return
+    if standing.stage:
+        typer.echo(f"promotes by itself: {standing.stage}")
     for name, decision in standing.decisions.items():
         typer.echo(f"{name}: {decision.action} - {decision.rule}")
     for shadow in standing.shadows:
@@ -81,7 +86,8 @@ def status(
             )
         typer.echo(f"{shadow.drafter}: in the shadow - acceptance length {gain}")
     for record in standing.rollbacks:
-        typer.echo(f"{record.variant}: rolled back at {record.at} - {record.rule}")
+        word = "promoted" if record.is_promoted else "rolled back"
+        typer.echo(f"{record.variant}: {word} at {record.at} - {record.rule}")
 
 
 @app.command()
@@ -108,8 +114,7 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
         try:
             require_current_schema(engine)
             now = datetime.now(UTC)
-            tally = Tally(experiment, max_draft_tokens=max_draft_tokens)
-            LedgerReader(engine, tally).advance(now)
+            tally, stage = _tally(engine, experiment, max_draft_tokens, now)
             shadows = read_shadows(engine, experiment, max_draft_tokens)
         finally:
             engine.dispose()
@@ -120,7 +125,7 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
     except (SQLAlchemyError, OSError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(EXIT_UNAVAILABLE) from error
-    rails = experiment.guard_rails
+    rails = tally.experiment.guard_rails
     decisions = {
         candidate.name: judge(
             tally.evidence(candidate.name, now.timestamp()), rails, tally.alpha_per_test
@@ -129,4 +134,21 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
     }
     started_at = experiment.started_at.isoformat()
     of_this_start = [r for r in rollbacks if r.started_at == started_at]
-    return Standing(experiment, tally.counts(), decisions, of_this_start, now, shadows)
+    return Standing(experiment, tally.counts(), decisions, of_this_start, now, shadows, stage)
+
+
+def _tally(
+    engine: Engine, experiment: Experiment, max_draft_tokens: int, now: datetime
+) -> tuple[Tally, str]:
+    """What is judged by now, and the stage of an experiment that promotes by itself."""
+    if experiment.promote == "automatic":
+        run = CanaryRun(
+            experiment,
+            lambda tally: LedgerReader(engine, tally),
+            max_draft_tokens=max_draft_tokens,
+        )
+        run.look(now)
+        return run.tally, run.stage.said
+    tally = Tally(experiment, max_draft_tokens=max_draft_tokens)
+    LedgerReader(engine, tally).advance(now)
+    return tally, ""

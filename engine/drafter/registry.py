@@ -8,14 +8,16 @@ that whoever reads it gets the old version or the new one. The folder may be on 
 that several servers read; two programs that register at once get two versions.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ _VERSION = re.compile(r"\d{4,}")
 _COPIED = (CONFIG, WEIGHTS, CARD, "README.md")
 _REGISTRATION = "registration.json"
 _POINTER = "pointer.json"
+_LOCK = ".lock"
 _MAX_HISTORY = 100
 
 
@@ -49,12 +52,14 @@ class Registration:
 class Pointer:
     """The version in use, and those before it, the latest last.
 
-    reason: why it is in use, as whoever promoted it gave it.
+    reason: why it is in use, as whoever promoted it gave it. applied: promotions that must
+    happen once only, and did.
     """
 
     current: str | None = None
     history: tuple[str, ...] = ()
     reason: Mapping[str, Any] = field(default_factory=dict)
+    applied: tuple[str, ...] = ()
 
 
 def head_fingerprint(folder: Path) -> str:
@@ -104,7 +109,12 @@ class HeadRegistry:
             return Pointer()
         try:
             content = json.loads(path.read_text())
-            return Pointer(content["current"], tuple(content["history"]), content["reason"])
+            return Pointer(
+                content["current"],
+                tuple(content["history"]),
+                content["reason"],
+                tuple(content.get("applied", ())),
+            )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RegistryError(f"{path}: {error}") from error
 
@@ -129,27 +139,47 @@ class HeadRegistry:
             shutil.rmtree(staged, ignore_errors=True)
 
     def promote(
-        self, name: str, version: str, *, reason: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        version: str,
+        *,
+        reason: Mapping[str, Any] | None = None,
+        once: str | None = None,
     ) -> Pointer:
-        """Point to a version whose files are still what was registered."""
+        """Point to a version whose files are still what was registered.
+
+        once: names this promotion; of all programs that ask for it, now and later, one promotes,
+        and the others find the pointer as it is then, a rollback included.
+        """
         registered = self.registration(name, version)
         folder = self.folder_of(name, version)
         if head_fingerprint(folder) != registered.fingerprint:
             raise RegistryError(f"fingerprint: the files of {name}@{version} have changed")
-        before = self.pointer(name)
-        if before.current == version:
-            return before
-        history = (*before.history, before.current) if before.current else before.history
-        return self._point(name, Pointer(version, history[-_MAX_HISTORY:], dict(reason or {})))
+        with self._locked(name):
+            before = self.pointer(name)
+            if once is not None and once in before.applied:
+                return before
+            applied = before.applied if once is None else (*before.applied, once)
+            if before.current == version:
+                same = replace(before, applied=applied)
+                return before if same == before else self._point(name, same)
+            history = (*before.history, before.current) if before.current else before.history
+            return self._point(
+                name, Pointer(version, history[-_MAX_HISTORY:], dict(reason or {}), applied)
+            )
 
     def rollback(self, name: str) -> Pointer:
         """Point to the version that was in use before this one."""
-        before = self.pointer(name)
-        if not before.history:
-            raise RegistryError(f"{name}: there is no earlier version to go back to")
-        self.folder_of(name, before.history[-1])
-        reason = {"rolled_back_from": before.current}
-        return self._point(name, Pointer(before.history[-1], before.history[:-1], reason))
+        with self._locked(name):
+            before = self.pointer(name)
+            if not before.history:
+                raise RegistryError(f"{name}: there is no earlier version to go back to")
+            self.folder_of(name, before.history[-1])
+            reason = {"rolled_back_from": before.current}
+            return self._point(
+                name,
+                Pointer(before.history[-1], before.history[:-1], reason, before.applied),
+            )
 
     def resolve(self, reference: str) -> Registration:
         """NAME is the version in use, NAME@VERSION that one."""
@@ -160,6 +190,13 @@ class HeadRegistry:
                 raise RegistryError(f"{name}: no version is promoted; see `tandem drafter promote`")
             version = current
         return self.registration(name, version)
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """One program at a time changes the pointer of a name, on every machine."""
+        with (self._folder(name) / _LOCK).open("a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
 
     def _folder(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

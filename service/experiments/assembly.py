@@ -1,8 +1,11 @@
 """From the settings to a server's heads and its experiment."""
 
+from functools import partial
+
 from engine.drafter.registry import HeadRegistry
 from service.experiments.heads import RegisteredHeads, reference_of
 from service.experiments.live import LiveExperiments
+from service.experiments.promotion import promote_candidate
 from service.experiments.records import RollbackStore
 from service.experiments.watch import ExperimentWatch
 from service.recording import ledger_url
@@ -36,4 +39,5 @@ def open_watch(settings: ServiceSettings, experiments: LiveExperiments) -> Exper
         lambda: open_ledger(ledger_url(settings), read_only=True),
         max_draft_tokens=settings.max_draft_tokens,
         interval_seconds=settings.experiment_check_seconds,
+        promote=partial(promote_candidate, registry(settings)),
     )

@@ -18,6 +18,7 @@ from service.experiments.sequential import (
     shift_interval,
 )
 
+ACCEPTANCE = "acceptance length"
 _SHIFT_LIMIT = math.log(4)  # no slot's latency is more than four times the other's
 
 
@@ -183,10 +184,10 @@ def _acceptance(evidence: Evidence, rails: GuardRails) -> Finding:
     candidate, control = evidence.candidate.acceptance, evidence.control.acceptance
     if candidate is None or control is None:
         detail = f"fewer than {rails.min_units} observations in an arm"
-        return Finding("acceptance length", tolerance, False, False, None, detail)
+        return Finding(ACCEPTANCE, tolerance, False, False, None, detail)
     effect = relative_difference(candidate, control)
     return Finding(
-        rail="acceptance length",
+        rail=ACCEPTANCE,
         tolerance=tolerance,
         is_broken=effect.upper < -rails.max_acceptance_loss,
         allows_promotion=effect.lower > rails.min_acceptance_gain,

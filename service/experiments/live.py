@@ -39,6 +39,7 @@ class LiveExperiments:
         self._names = DrafterNames()
         self._read: Experiment | None = None
         self._running: Experiment | None = None
+        self._share: float | None = None
         self._variants: OrderedDict[str, str] = OrderedDict()
 
     @property
@@ -76,7 +77,10 @@ class LiveExperiments:
         """Assign by it from now on. Raises OSError or ValueError for rollbacks that cannot be
         read, and changes nothing then."""
         running = None if found is None else self._without_rolled_back(found)
+        is_same = found is not None and found == self._read
         self._read, self._running, self._names = found, running, names
+        self._share = self._share if is_same else None
+        self._share_out()
 
     def assign(self, order: GenerationOrder, tenant: str, now: float) -> Assigned:
         """now: Unix seconds. A client that chooses its drafter, or none, is in no experiment."""
@@ -108,14 +112,30 @@ class LiveExperiments:
         return self._variants.get(request_id.partition("#")[0], "")
 
     def roll_back(self, record: RollbackRecord) -> None:
-        """Give the candidate's share to the control, now and after a restart."""
+        """Give the candidate's share to the control, now and after a restart; a promotion ends
+        an experiment the same way."""
         self._store.add(record)
-        if self._read is not None:
-            self._running = self._without_rolled_back(self._read)
+        self._share_out()
+        if record.is_promoted:
+            _log.warning(
+                "experiment %s: candidate %s is promoted: %s",
+                record.experiment, record.variant, record.rule,
+            )  # fmt: skip
+            return
         _log.error(
             "experiment %s: candidate %s is rolled back: %s",
             record.experiment, record.variant, record.rule,
         )  # fmt: skip
+
+    def set_share(self, share: float) -> None:
+        """Of the one candidate, from now on; see service/experiments/canary.py."""
+        self._share = share
+        self._share_out()
+
+    def _share_out(self) -> None:
+        if self._read is not None:
+            shared = self._read if self._share is None else self._read.with_share(self._share)
+            self._running = self._without_rolled_back(shared)
 
     def _without_rolled_back(self, experiment: Experiment) -> Experiment:
         return experiment.without(self._store.rolled_back(experiment))
@@ -138,11 +158,10 @@ class LiveExperiments:
         if (
             before is not None
             and (before.name, before.started_at) == (found.name, found.started_at)
-            and (before.variants, before.unit, before.key, before.slots)
-            != (found.variants, found.unit, found.key, found.slots)
+            and replace(before, shadows=found.shadows, guard_rails=found.guard_rails) != found
         ):
             raise ExperimentError(
-                "started_at: must be moved when variants, weights, unit, key or slots change; "
+                "started_at: must be moved when anything but rails and shadows changes; "
                 "what was observed before is no evidence of what runs then"
             )
 

@@ -1,4 +1,4 @@
-"""What was rolled back, kept on disk, so that a restart does not bring a bad candidate back."""
+"""What was rolled back or promoted, kept on disk, so that a restart does not bring it back."""
 
 import json
 import os
@@ -12,13 +12,15 @@ from service.experiments.specification import Experiment
 @dataclass(frozen=True, slots=True)
 class RollbackRecord:
     """started_at: of the experiment, so that a new start of the same name begins anew.
-    at: UTC. rule: the sentence that decided."""
+    at: UTC. rule: the sentence that decided. is_promoted: that it ended by being promoted: the
+    name that the control drafts with stands for it now."""
 
     experiment: str
     started_at: str
     variant: str
     rule: str
     at: str
+    is_promoted: bool = False
 
 
 class RollbackStore:
@@ -38,7 +40,7 @@ class RollbackStore:
             raise ValueError(f"{path}: {error}") from error
 
     def rolled_back(self, experiment: Experiment) -> frozenset[str]:
-        """Candidates of this very start of an experiment."""
+        """Candidates of this very start of an experiment that have no share any more."""
         started_at = experiment.started_at.isoformat()
         records = self.of(experiment.name)
         return frozenset(r.variant for r in records if r.started_at == started_at)

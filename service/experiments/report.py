@@ -26,6 +26,7 @@ class Standing:
     rollbacks: Sequence[RollbackRecord]
     at: datetime
     shadows: Sequence[ShadowStanding] = ()
+    stage: str = ""
 
 
 def render(standing: Standing) -> str:
@@ -49,6 +50,8 @@ def render(standing: Standing) -> str:
             f"{found.num_units} | {found.num_failures} | {found.num_divergences} | "
             f"{_length(found.acceptance)} |"
         )
+    if standing.stage:
+        lines += ["", f"It promotes by itself: {standing.stage}, of which these figures are."]
     for name, decision in standing.decisions.items():
         lines += ["", f"## {name}: {_WORDS[decision.action.value]}", "", f"Rule: {decision.rule}."]
         lines += ["", "| rail | tolerated | found | broken |", "|---|---|---|---|"]
@@ -59,8 +62,11 @@ def render(standing: Standing) -> str:
     if standing.shadows:
         lines += table(standing.shadows)
     if standing.rollbacks:
-        lines += ["", "## Rolled back", ""]
-        lines += [f"- {r.at}: {r.variant}, because of {r.rule}" for r in standing.rollbacks]
+        lines += ["", "## Ended", ""]
+        lines += [
+            f"- {r.at}: {r.variant} was {_ended(r)}, because of {r.rule}"
+            for r in standing.rollbacks
+        ]
     alpha = experiment.guard_rails.alpha
     lines += [
         "",
@@ -70,6 +76,10 @@ def render(standing: Standing) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _ended(record: RollbackRecord) -> str:
+    return "promoted" if record.is_promoted else "rolled back"
 
 
 def _length(found: Interval | None) -> str:

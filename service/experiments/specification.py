@@ -26,87 +26,25 @@ Read from a TOML file that is read again on SIGHUP:
     share = 0.1
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from service.experiments.arms import ExperimentError as ExperimentError
+from service.experiments.arms import Shadow as Shadow
+from service.experiments.arms import Variant as Variant
+from service.experiments.arms import require
 from service.experiments.guard_rails import GuardRails
 from service.experiments.switchback import Slots
 
 Unit = Literal["request", "tenant"]
+Promote = Literal["manual", "automatic"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_VERSION = re.compile(r"head:[A-Za-z0-9][A-Za-z0-9_.-]{0,63}@\d{4,}")
-
-
-class ExperimentError(ValueError):
-    """An experiment that cannot be run; the message names the field."""
-
-
-def _require(condition: bool, name: str, reason: str) -> None:
-    if not condition:
-        raise ExperimentError(f"{name}: {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """drafters: names that its requests may draft with; none means plain decoding."""
-
-    name: str
-    drafters: tuple[str, ...]
-    weight: float
-    max_draft_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _require(
-            isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
-            "variant.name",
-            f"must be up to 64 letters, digits and _.-, got {self.name!r}",
-        )
-        where = f"variant {self.name}"
-        _require(
-            isinstance(self.weight, int | float) and 0 <= self.weight < math.inf,
-            f"{where}.weight",
-            f"must be a number that is not negative, got {self.weight!r}",
-        )
-        _require(
-            all(isinstance(name, str) and name for name in self.drafters),
-            f"{where}.drafters",
-            "must be a list of names",
-        )
-        limit = self.max_draft_tokens
-        _require(
-            limit is None or (isinstance(limit, int) and 1 <= limit <= 64),
-            f"{where}.max_draft_tokens",
-            f"must be between 1 and 64, got {limit!r}",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Shadow:
-    """A head that drafts for nobody and is measured on a share of the finished requests, beside
-    the control's head."""
-
-    drafter: str
-    share: float
-
-    def __post_init__(self) -> None:
-        is_version = isinstance(self.drafter, str) and _VERSION.fullmatch(self.drafter) is not None
-        _require(
-            is_version,
-            "shadow.drafter",
-            f'must be "head:NAME@VERSION", got {self.drafter!r}',
-        )
-        is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
-        _require(
-            is_number and 0 < self.share <= 1,
-            "shadow.share",
-            f"must be above 0 and at most 1, got {self.share!r}",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,42 +60,89 @@ class Experiment:
     washout_seconds: float = 20.0
     guard_rails: GuardRails = field(default_factory=GuardRails)
     shadows: tuple[Shadow, ...] = ()
+    promote: Promote = "manual"
+    canary: tuple[float, ...] = (0.05, 0.25, 0.5)
+    canary_check_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
             "name",
             f"must be up to 64 letters, digits and _.-, got {self.name!r}",
         )
-        _require(
+        require(
             isinstance(self.started_at, datetime) and self.started_at.tzinfo is not None,
             "started_at",
             "must be an instant with a time zone",
         )
-        _require(self.unit in get_args(Unit), "unit", f"must be one of {get_args(Unit)}")
-        _require(isinstance(self.key, str), "key", "must be a text")
+        require(self.unit in get_args(Unit), "unit", f"must be one of {get_args(Unit)}")
+        require(isinstance(self.key, str), "key", "must be a text")
         names = [variant.name for variant in self.variants]
         least = 1 if self.shadows else 2
-        _require(len(names) >= least, "variant", "needs a control and a candidate, or a shadow")
+        require(len(names) >= least, "variant", "needs a control and a candidate, or a shadow")
         shadowed = [shadow.drafter for shadow in self.shadows]
-        _require(len(set(shadowed)) == len(shadowed), "shadow.drafter", "is measured twice")
-        _require(len(set(names)) == len(names), "variant.name", "is used twice")
-        _require(
+        require(len(set(shadowed)) == len(shadowed), "shadow.drafter", "is measured twice")
+        require(len(set(names)) == len(names), "variant.name", "is used twice")
+        require(
             any(variant.weight > 0 for variant in self.variants), "weight", "one must be positive"
         )
-        for name in ("slot_seconds", "washout_seconds"):
+        require(self.promote in get_args(Promote), "promote", f"must be one of {get_args(Promote)}")
+        self._check_canary()
+        for name in ("slot_seconds", "washout_seconds", "canary_check_seconds"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_left_out = value is None and name == "slot_seconds"
-            _require(is_number or is_left_out, name, f"must be a number, got {value!r}")
+            require(is_number or is_left_out, name, f"must be a number, got {value!r}")
         if self.slot_seconds is not None:
-            _require(
+            require(
                 len(names) == 2, "slot_seconds", "needs one candidate: slots compare it with none"
             )
             try:
                 self.slots  # noqa: B018 - checks the values
             except ValueError as error:
                 raise ExperimentError(str(error)) from error
+
+    def _check_canary(self) -> None:
+        rising = (0.0, *self.canary)
+        require(
+            all(isinstance(s, int | float) for s in self.canary)
+            and all(a < b < 1 for a, b in pairwise(rising)),
+            "canary",
+            "must be shares that rise, each below 1",
+        )
+        if self.promote == "manual":
+            return
+        require(len(self.variants) == 2, "promote", '"automatic" needs one candidate')
+        names = [name for name in self.candidates[0].drafters if "@" in name]
+        is_pair = len(names) == 1 and names[0].partition("@")[0] in self.control.drafters
+        require(
+            is_pair,
+            "promote",
+            '"automatic" needs a candidate that drafts with one "head:NAME@VERSION" and a control '
+            'that drafts with "head:NAME"',
+        )
+        value = self.canary_check_seconds
+        require(isinstance(value, int | float) and value > 0, "canary_check_seconds",
+                f"must be positive, got {value!r}")  # fmt: skip
+
+    @property
+    def promoted_head(self) -> str:
+        """The candidate's drafter that an automatic promotion makes the one in use."""
+        return next(name for name in self.candidates[0].drafters if "@" in name)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the candidate, stage by stage: the file's own, then those of `canary` above it."""
+        first = self.candidates[0].weight / sum(self.weights.values())
+        return (first, *(share for share in self.canary if share > first))
+
+    def with_share(self, share: float) -> "Experiment":
+        """The same with so much for the one candidate, and the rest for the control."""
+        control, candidate = self.variants
+        return replace(
+            self,
+            variants=(replace(control, weight=1 - share), replace(candidate, weight=share)),
+        )
 
     @property
     def control(self) -> Variant:
@@ -224,10 +209,13 @@ def _experiment(document: Mapping[str, Any]) -> Experiment:
     variants = values.pop("variant", [])
     rails = values.pop("guard_rails", {})
     shadows = values.pop("shadow", [])
-    _require(isinstance(shadows, list), "shadow", "must be written as [[shadow]]")
-    _require(isinstance(variants, list), "variant", "must be written as [[variant]]")
-    _require(isinstance(rails, dict), "guard_rails", "must be a table")
+    require(isinstance(shadows, list), "shadow", "must be written as [[shadow]]")
+    require(isinstance(variants, list), "variant", "must be written as [[variant]]")
+    require(isinstance(rails, dict), "guard_rails", "must be a table")
     known = {f.name for f in fields(Experiment)} - {"variants", "guard_rails", "shadows"}
+    if isinstance(values.get("canary"), list):
+        values["canary"] = tuple(values["canary"])
+    require(isinstance(values.get("canary", ()), tuple), "canary", "must be a list of shares")
     _check_keys(values, known, {"name", "started_at"}, "")
     if isinstance(values["started_at"], datetime) and values["started_at"].tzinfo is not None:
         values["started_at"] = values["started_at"].astimezone(UTC)
@@ -237,25 +225,29 @@ def _experiment(document: Mapping[str, Any]) -> Experiment:
         )
     except (TypeError, ValueError) as error:
         raise ExperimentError(str(error)) from error
-    return Experiment(
+    found = Experiment(
         variants=tuple(_variant(entry, index) for index, entry in enumerate(variants)),
         guard_rails=guard_rails,
         shadows=tuple(_shadow(entry, index) for index, entry in enumerate(shadows)),
         **values,
     )
+    if found.promote == "automatic":
+        has_both = all(variant.weight > 0 for variant in found.variants)
+        require(has_both, "weight", "must give both a share where promotion is automatic")
+    return found
 
 
 def _variant(entry: Any, index: int) -> Variant:
     where = f"variant[{index}]"
-    _require(isinstance(entry, dict), where, "must be a table")
+    require(isinstance(entry, dict), where, "must be a table")
     known = {f.name for f in fields(Variant)}
     values = _checked(entry, known, {"name", "drafters", "weight"}, f"{where}.")
-    _require(isinstance(values["drafters"], list), f"{where}.drafters", "must be a list of names")
+    require(isinstance(values["drafters"], list), f"{where}.drafters", "must be a list of names")
     return Variant(**{**values, "drafters": tuple(values["drafters"])})
 
 
 def _shadow(entry: Any, index: int) -> Shadow:
-    _require(isinstance(entry, dict), f"shadow[{index}]", "must be a table")
+    require(isinstance(entry, dict), f"shadow[{index}]", "must be a table")
     known = {f.name for f in fields(Shadow)}
     return Shadow(**_checked(entry, known, known, f"shadow[{index}]."))
 

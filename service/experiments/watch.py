@@ -1,4 +1,4 @@
-"""Looks after a running experiment: reads its rows now and then, judges, rolls back."""
+"""Looks after a running experiment: reads its rows now and then, judges, rolls back, promotes."""
 
 import asyncio
 import logging
@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.experiments.canary import CanaryRun, Stage
 from service.experiments.guard_rails import Action, Decision, judge
 from service.experiments.ledger_reader import LedgerReader
 from service.experiments.live import LiveExperiments
@@ -22,6 +23,7 @@ class ExperimentWatch:
     """The guard rails of a server, over the ledger that it and its siblings write.
 
     open_ledger: a read-only engine. A database that is away delays a decision and changes none.
+    promote: makes a candidate the version in use, in a thread; raises ValueError or OSError.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class ExperimentWatch:
         *,
         max_draft_tokens: int,
         interval_seconds: float,
+        promote: Callable[[Experiment, Decision], object] | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        self._promote = promote or _nowhere
         self._experiments = experiments
         self._open_ledger = open_ledger
         self._max_draft_tokens = max_draft_tokens
@@ -43,6 +47,8 @@ class ExperimentWatch:
         self._tally: Tally | None = None
         self._reader: LedgerReader | None = None
         self._said: dict[str, Action] = {}
+        self._canary: CanaryRun | None = None
+        self._stage: Stage | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -68,17 +74,13 @@ class ExperimentWatch:
             if self._ledger is not None:
                 self._ledger.dispose()  # its connections may be to what is no longer there
             return {}
+        self._follow_stage()
         for name, decision in decisions.items():
+            is_automatic = running.promote == "automatic"
             if decision.action is Action.ROLL_BACK:
-                self._experiments.roll_back(
-                    RollbackRecord(
-                        experiment=running.name,
-                        started_at=running.started_at.isoformat(),
-                        variant=name,
-                        rule=decision.rule,
-                        at=now.isoformat(timespec="seconds"),
-                    )
-                )
+                self._end(running, name, decision, now)
+            elif decision.action is Action.PROMOTE and is_automatic:
+                await self._promote_by_itself(running, name, decision, now)
             elif decision.action is Action.PROMOTE and self._said.get(name) is not Action.PROMOTE:
                 _log.info(
                     "experiment %s: candidate %s can be promoted: %s",
@@ -87,7 +89,44 @@ class ExperimentWatch:
             self._said[name] = decision.action
         return decisions
 
+    def _end(
+        self, running: Experiment, name: str, decision: Decision, now: datetime,
+        is_promoted: bool = False,
+    ) -> None:  # fmt: skip
+        self._experiments.roll_back(
+            RollbackRecord(
+                experiment=running.name,
+                started_at=running.started_at.isoformat(),
+                variant=name,
+                rule=decision.rule,
+                at=now.isoformat(timespec="seconds"),
+                is_promoted=is_promoted,
+            )
+        )
+
+    async def _promote_by_itself(
+        self, running: Experiment, name: str, decision: Decision, now: datetime
+    ) -> None:
+        try:
+            await asyncio.to_thread(self._promote, running, decision)
+        except (OSError, ValueError) as error:
+            _log.error("experiment %s: not promoted: %s", running.name, error)
+        else:
+            self._end(running, name, decision, now, is_promoted=True)
+
+    def _follow_stage(self) -> None:
+        if self._canary is None or self._canary.stage == self._stage:
+            return
+        self._stage = self._canary.stage
+        self._experiments.set_share(self._stage.share)
+        _log.info("experiment %s: %s", self._canary.experiment.name, self._stage.said)
+
     def _judge(self, running: Experiment, now: datetime) -> dict[str, Decision]:
+        if running.promote == "automatic":
+            candidate = running.candidates[0]
+            if candidate.weight == 0:
+                return {}
+            return {candidate.name: self._canary_of(running).look(now)}
         tally = self._advance(running, now)
         rails = running.guard_rails
         return {
@@ -110,10 +149,27 @@ class ExperimentWatch:
         self._reader.advance(now)
         return self._tally
 
+    def _canary_of(self, running: Experiment) -> CanaryRun:
+        if self._ledger is None:
+            self._ledger = self._open_ledger()
+        ledger, as_read = self._ledger, self._experiments.as_read or running
+        if self._canary is None or self._canary.experiment != as_read:
+            self._stage = None
+            self._canary = CanaryRun(
+                as_read,
+                lambda tally: LedgerReader(ledger, tally),
+                max_draft_tokens=self._max_draft_tokens,
+            )
+        return self._canary
+
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_seconds)
             try:
                 await self.look()
             except Exception:
                 _log.exception("the experiment was not looked at")
+            await asyncio.sleep(self._interval_seconds)
+
+
+def _nowhere(experiment: Experiment, decision: Decision) -> None:
+    raise ValueError("this server has no registry")

@@ -154,8 +154,7 @@ class LedgerStore:
             values["model_key"] = self._dimensions.key_of(connection, record.model, now)
             values["drafter_key"] = self._dimensions.key_of(connection, record.drafter, now)
             values["variant_key"] = self._dimensions.key_of(connection, record.variant, now)
-            statement = insert_ignoring(connection, table_of(entity))
-            connection.execute(statement.values(values))
+            connection.execute(insert_ignoring(connection, table_of(entity)).values(values))
 
     def _not_written_yet(
         self, connection: Connection, requests: Sequence[RequestRecord]

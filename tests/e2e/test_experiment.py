@@ -161,7 +161,12 @@ async def test_a_new_head_is_loaded_on_reload_and_an_unused_one_goes_while_reque
         found = (await client.model()).drafters
         assert [d for d in found if "head:" in d] == ["head:chat@0002", "head:chat"]
         await client.generate(
-            "the quick", request_id="after", max_tokens=8, drafter="head:chat", ignore_eos=True
+            "the quick",
+            request_id="after",
+            max_tokens=8,
+            speculation=True,
+            drafter="head:chat",
+            ignore_eos=True,
         ).result()
         rest = await running
         assert rest.text == alone.text, "the change was noticed"

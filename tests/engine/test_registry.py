@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,31 @@ def test_programs_that_register_at_once_get_different_versions(
     versions = registry.versions("chat")
     assert [v.version for v in versions] == [f"{index:04d}" for index in range(1, 7)]
     assert {v.fingerprint for v in versions} == {head_fingerprint(f) for f in folders}
+
+
+def _promote_once(root: Path) -> None:
+    HeadRegistry(root).promote("chat", "0002", reason={"by": os.getpid()}, once="trial")
+
+
+def test_of_many_programs_that_promote_the_same_once_one_does(tmp_path: Path) -> None:
+    registry = HeadRegistry(tmp_path / "registry")
+    for content in ("old", "new"):
+        registry.register(_head(tmp_path / content, content), "chat")
+    registry.promote("chat", "0001")
+    context = multiprocessing.get_context("fork")
+    programs = [context.Process(target=_promote_once, args=(registry.root,)) for _ in range(4)]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join()
+    pointer = registry.pointer("chat")
+    assert (pointer.current, pointer.history, pointer.applied) == ("0002", ("0001",), ("trial",))
+    registry.rollback("chat")
+    _promote_once(registry.root)
+    assert registry.pointer("chat").current == "0001", "a rollback by people holds"
+    registry.promote("chat", "0002")
+    assert registry.pointer("chat").current == "0002", "people may promote again"
+    registry.rollback("chat")
+    registry.promote("chat", "0001", once="other")  # it is there already, and is so for good
+    registry.promote("chat", "0002")
+    assert registry.promote("chat", "0001", once="other").current == "0002"

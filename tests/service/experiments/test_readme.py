@@ -15,7 +15,8 @@ README = (Path(__file__).parents[3] / "service" / "experiments" / "README.md").r
 
 
 def test_the_example_is_an_experiment(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    example, shadow = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    example += shadow
     (tmp_path / "experiment.toml").write_text(example)
     found = read_experiment(tmp_path / "experiment.toml")
     assert set(tomllib.loads(example)) >= {"name", "started_at", "unit", "key", "slot_seconds"}

@@ -62,7 +62,7 @@ def test_rollbacks_of_this_start_are_shown(tmp_path: Path, rig: Rig) -> None:
     assert "candidate: rolled back at then - this rule" in result.output
     assert "another rule" not in result.output
     page = _run(tmp_path, "report", str(tmp_path / "experiment.toml")).output
-    assert "- then: candidate, because of this rule" in page
+    assert "- then: candidate was rolled back, because of this rule" in page
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
