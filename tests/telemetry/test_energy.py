@@ -1,8 +1,10 @@
 """Energy: requests + idle = measured, and what nothing measured is None."""
 
+import ctypes
 import os
-import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -137,54 +139,75 @@ def test_a_machine_without_nvidia_devices_has_no_source() -> None:
     assert find_energy_source("cuda:0") is None
 
 
-class FakeNvml:
-    """NVIDIA's library as far as it is used: two devices, one of which may lack a counter."""
+class FakeDriver:
+    """The driver's C functions below NVIDIA's own pynvml: two devices, with or without counters.
 
-    class NVMLError(Exception):
-        pass
+    pynvml itself is real, so its arguments, error classes and error codes are.
+    """
 
-    def __init__(self, *, has_counter: bool = True) -> None:
-        self.has_counter = has_counter
+    def __init__(self, pynvml: ModuleType) -> None:
+        self._nvml = pynvml
+        self.has_counter = True
         self.millijoules = 1_000
         self.milliwatts = 100_000
-        self.is_up = True
+        self.error = 0
 
-    def nvmlInit(self) -> None:  # noqa: N802 - the library's name
-        pass
+    def fail(self, name: str) -> None:
+        """All calls return the error of that name from now on; SUCCESS ends it."""
+        error = "SUCCESS" if name == "SUCCESS" else f"ERROR_{name}"
+        self.error = int(getattr(self._nvml, f"NVML_{error}"))
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
+    def nvmlInitWithFlags(self, flags: int) -> int:  # noqa: N802 - the driver's name
+        return self.error
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return self.error
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:  # noqa: N802
-        if not self.is_up or not self.has_counter:
-            raise self.NVMLError
-        return self.millijoules + handle
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> int:  # noqa: N802
+        ctypes.cast(device, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1000 + index.value
+        return self.error
 
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
-        if not self.is_up:
-            raise self.NVMLError
-        return self.milliwatts
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: Any, energy: Any) -> int:  # noqa: N802
+        if not self.has_counter:
+            return int(self._nvml.NVML_ERROR_NOT_SUPPORTED)
+        energy._obj.value = self.millijoules + _index(device)
+        return self.error
+
+    def nvmlDeviceGetPowerUsage(self, device: Any, power: Any) -> int:  # noqa: N802
+        power._obj.value = self.milliwatts
+        return self.error
 
 
-def test_nvidia_counters_are_summed_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def _index(device: Any) -> int:
+    return int(ctypes.cast(device, ctypes.c_void_p).value or 0) - 0x1000
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    pynvml = pytest.importorskip("pynvml")
+    driver = FakeDriver(pynvml)
+    monkeypatch.setattr(pynvml, "nvmlLib", driver)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return driver
+
+
+def test_nvidia_counters_are_summed_over_devices(driver: FakeDriver) -> None:
     source = find_energy_source("cuda:0")
     assert source is not None
     assert source.name == "nvml_counter"
     assert source.read_microjoules() == (1_000 + 1_001) * 1_000
-    nvml.is_up = False
+    driver.fail("GPU_IS_LOST")
     assert source.read_microjoules() is None
+    driver.fail("SUCCESS")
+    driver.millijoules = 2**53  # the counter is 64 bits wide
+    assert source.read_microjoules() == (2**54 + 1) * 1_000
 
 
 def test_power_is_integrated_where_a_device_has_no_counter(
-    monkeypatch: pytest.MonkeyPatch,
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvml = FakeNvml(has_counter=False)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    driver.has_counter = False
     now = [10.0]
     monkeypatch.setattr("telemetry.energy.time.monotonic", lambda: now[0])
     source = find_energy_source("cuda")
@@ -192,8 +215,14 @@ def test_power_is_integrated_where_a_device_has_no_counter(
     assert source.name == "nvml_power_integral"
     start = source.read_microjoules()
     now[0] += 2.0
-    nvml.milliwatts = 300_000
+    driver.milliwatts = 300_000
     # Two devices, on average 200 W each, for two seconds.
     assert source.read_microjoules() == (start or 0) + 800_000_000
-    nvml.is_up = False
+    driver.fail("GPU_IS_LOST")
     assert source.read_microjoules() is None
+
+
+@pytest.mark.parametrize("name", ["DRIVER_NOT_LOADED", "NO_PERMISSION", "LIB_RM_VERSION_MISMATCH"])
+def test_a_driver_that_does_not_answer_is_no_source(driver: FakeDriver, name: str) -> None:
+    driver.fail(name)
+    assert find_energy_source("cuda") is None
