@@ -20,6 +20,7 @@ from engine.layout.grouping import share_forwards
 from engine.layout.plan import NO_PADDING, ForwardRow
 from engine.layout.rectangle import Rectangle
 from engine.suitability import cache_argument
+from engine.upload import upload
 
 
 class AlignedRunner:
@@ -113,11 +114,11 @@ class AlignedRunner:
             mask.append([*[0] * pad, *[1] * seen, *[0] * missing])
         device = self.model.device
         arguments: dict[str, Any] = {
-            "input_ids": torch.tensor(input_ids, device=device),
-            "attention_mask": torch.tensor(mask, device=device),
+            "input_ids": upload(input_ids, device),
+            "attention_mask": upload(mask, device),
         }
         if self._takes_positions:
-            arguments["position_ids"] = torch.tensor(positions, device=device)
+            arguments["position_ids"] = upload(positions, device)
         return arguments
 
     @torch.inference_mode()

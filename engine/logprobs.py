@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.request import TokenLogprob
+from engine.upload import upload
 
 
 def token_logprobs(
@@ -12,7 +13,7 @@ def token_logprobs(
 ) -> tuple[TokenLogprob, ...]:
     """Log probabilities of token_ids under logits [T, V], with the num_top best of each place."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    index = torch.tensor(list(token_ids), device=logits.device).unsqueeze(1)
+    index = upload(list(token_ids), logits.device).unsqueeze(1)
     chosen = logprobs.gather(1, index).squeeze(1).tolist()
     if num_top == 0:
         return tuple(

@@ -10,6 +10,8 @@ from enum import IntEnum
 
 import torch
 
+from engine.upload import upload
+
 _RESOLUTION_BITS = 31
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
@@ -58,8 +60,8 @@ def uniform_noise(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
     Small values keep their relative precision, which is what the tail of Gumbel noise needs.
     """
     device = token_ids.device
-    low = torch.tensor([[_signed32(key)] for key in keys], dtype=torch.int32, device=device)
-    high = torch.tensor([[_signed32(key >> 32)] for key in keys], dtype=torch.int32, device=device)
+    halves = [(_signed32(key), _signed32(key >> 32)) for key in keys]
+    low, high = upload(halves, device, torch.int32).view(-1, 2).split(1, dim=1)  # [P, 1] each
     value = (token_ids.to(torch.int32) * _signed32(0x9E3779B1)).unsqueeze(0) ^ low
     value = _mix32(value)
     value ^= high

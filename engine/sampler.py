@@ -18,6 +18,7 @@ from engine.processors import (
     penalize,
 )
 from engine.request import SamplingParams
+from engine.upload import upload, upload_tensor
 
 
 @dataclass(slots=True)
@@ -32,11 +33,11 @@ class TokenHistory:
         cls, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device
     ) -> "TokenHistory":
         seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        seen[torch.tensor(list(prompt_token_ids), device=device)] = True
+        seen[upload(list(prompt_token_ids), device)] = True
         return cls(seen, torch.zeros(vocab_size, device=device))
 
     def append(self, token_ids: Sequence[int]) -> None:
-        index = torch.tensor(list(token_ids), device=self.seen.device)
+        index = upload(list(token_ids), self.seen.device)
         self.seen[index] = True
         self.output_counts.index_add_(
             0, index, torch.ones(len(token_ids), device=self.output_counts.device)
@@ -142,7 +143,7 @@ class Sampler:
         sampled = [p for p in params if not p.is_greedy]
         if any(p.top_k for p in sampled):
             top_k = [0 if p.is_greedy else p.top_k for p in params]
-            column = torch.tensor(top_k, device=self.device).unsqueeze(1)
+            column = upload(top_k, self.device).unsqueeze(1)
             logits = filter_top_k(logits, column, max(top_k))
         if any(p.top_p < 1 for p in sampled):
             logits = filter_top_p(
@@ -165,10 +166,10 @@ class Sampler:
             if row.is_plain == plain:
                 index.extend(range(start, start + row.num_positions))
             start += row.num_positions
-        return torch.tensor(index, device=self.device)
+        return upload(index, self.device)
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device).unsqueeze(1)
+        return upload(values, self.device, torch.float32).unsqueeze(1)
 
     def noise(self, rows: Sequence[tuple[RowSampling, Stream]]) -> torch.Tensor:
         """[P, V] noise of the rows' positions, zero where a row is greedy; [1, 1] if all are."""
@@ -187,7 +188,7 @@ class Sampler:
         if len(keys) == place:
             return noise
         padded = torch.zeros(place, self.vocab_size, device=self.device)
-        return padded.index_copy_(0, torch.tensor(index, device=self.device), noise)
+        return padded.index_copy_(0, upload(index, self.device), noise)
 
     def _constrain(self, logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
         """Allowed and banned tokens, bias and guarded stop tokens; `logits` is ours to change."""
@@ -196,19 +197,20 @@ class Sampler:
             stop, params = start + row.num_positions, row.params
             part = logits[start:stop]
             if params.allowed_token_ids:
-                allowed = torch.tensor(params.allowed_token_ids, device=self.device)
+                allowed = upload(params.allowed_token_ids, self.device)
                 kept = part[:, allowed]
                 part.fill_(float("-inf"))
                 part[:, allowed] = kept
             if params.logit_bias:
                 ids, biases = zip(*params.logit_bias, strict=True)
-                part[:, list(ids)] += torch.tensor(biases, device=self.device)
+                part[:, upload(ids, self.device)] += upload(biases, self.device, torch.float32)
             if params.banned_token_ids:
-                part[:, list(params.banned_token_ids)] = float("-inf")
+                part[:, upload(params.banned_token_ids, self.device)] = float("-inf")
             if row.allowed is not None:
-                part.masked_fill_(~row.allowed.to(self.device), float("-inf"))
+                part.masked_fill_(~upload_tensor(row.allowed, self.device), float("-inf"))
             if row.num_guarded_positions and row.guarded_token_ids:
-                part[: row.num_guarded_positions, list(row.guarded_token_ids)] = float("-inf")
+                guarded = upload(row.guarded_token_ids, self.device)
+                part[: row.num_guarded_positions, guarded] = float("-inf")
             start = stop
         return logits
 

@@ -4,6 +4,7 @@ A forward that raises is tried again row by row, so that the requests that cause
 end and no others; nothing is committed here, so there is nothing to undo.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from engine.request import AcceptanceRule, TokenLogprob
 from engine.sampler import RowSampling, Sampler
 from engine.scheduler import PlannedRow
 from engine.target_runner import TargetRunner
+from engine.upload import upload, upload_together
 
 _LOGPROB_CHUNK = 64  # prompt positions whose float32 logprobs exist at the same time
 
@@ -124,19 +126,19 @@ class Verifier:
         """Outcomes of rows whose logits [sum of K + 1, V] these are."""
         batch = [(row.planned, row.proposal) for row in rows]
         sampling = [row.sampling for row in rows if row.sampling is not None]
-        num_drafts = torch.tensor([len(p.token_ids) for _, p in batch], device=logits.device)
         longest = max(len(p.token_ids) for _, p in batch)
+        padded = [[*p.token_ids, *[0] * (longest - len(p.token_ids))] for _, p in batch]
+        num_drafts, drafts = upload_together(
+            [[len(p.token_ids) for _, p in batch], list(itertools.chain.from_iterable(padded))],
+            logits.device,
+        )
+        drafts = drafts.view(len(batch), longest)
         token_ids, is_sound = self.sampler.draw(logits, sampling)
         # [R, K + 1] places of each row's positions in the forward's logits
         first = torch.cumsum(num_drafts + 1, 0) - (num_drafts + 1)
         places = first.unsqueeze(1) + torch.arange(longest + 1, device=logits.device)
         places = torch.minimum(places, (first + num_drafts).unsqueeze(1))
         target_token_ids = token_ids[places]
-        drafts = torch.tensor(
-            [[*p.token_ids, *[0] * (longest - len(p.token_ids))] for _, p in batch],
-            dtype=torch.long,
-            device=logits.device,
-        ).view(len(batch), longest)
         num_accepted = accept_coupled(target_token_ids, drafts, num_drafts)
         next_token_ids = target_token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         if any(_uses_rejection(s) for s in sampling):
@@ -178,7 +180,7 @@ class Verifier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replace the coupled decision by the rejection rule in the rows that asked for it."""
         chosen = [index for index, row in enumerate(sampling) if _uses_rejection(row)]
-        index = torch.tensor(chosen, device=logits.device)
+        index = upload(chosen, logits.device)
         rows = [sampling[i] for i in chosen]
         positions = torch.cat([places[i, : rows[n].num_positions] for n, i in enumerate(chosen)])
         processed = self.sampler.process(logits.index_select(0, positions), rows)

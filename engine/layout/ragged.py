@@ -12,6 +12,7 @@ attention say that what is not read in vain pays for another call.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,7 @@ from engine.layout.plan import (
     round_to_bucket,
     round_up,
 )
+from engine.upload import upload_together
 
 _MAX_SHARED_WIDTH = 16  # wider rows (chunks of prompts) get a kernel call of their own
 
@@ -36,7 +38,6 @@ def plan_forward(
     costs: AttentionCosts = UNMEASURED,
 ) -> ForwardPlan:
     """Lay out one forward. Every position of `rows` must be reserved in `cache`."""
-    device = cache.shape.device
     input_ids: list[int] = []
     position_ids: list[int] = []
     slots: list[int] = []
@@ -56,7 +57,7 @@ def plan_forward(
     num_logits = len(logit_index)
     logit_index.extend([0] * (round_to_bucket(num_logits, padding.tokens) - num_logits))
 
-    groups: list[AttentionGroup] = []
+    groups: list[_HostGroup] = []
     output_index = [0] * len(input_ids)
     num_outputs = 0
     for members in _group(rows, cache, padding, costs):
@@ -67,22 +68,69 @@ def plan_forward(
                 output_index[first_token[index] + offset] = num_outputs + place * width + offset
         num_outputs += len(members) * width
         groups.append(
-            _attention_group(
+            _host_group(
                 group_rows, [first_token[index] for index in members], width, cache, padding
             )
         )
+    lists = [input_ids, position_ids, slots, output_index, logit_index]
+    for group in groups:
+        lists += (group.token_index, group.positions, group.key_blocks)
+    sent = upload_together(lists, cache.shape.device)
     return ForwardPlan(
         num_tokens=num_tokens,
-        input_ids=torch.tensor([input_ids], dtype=torch.long, device=device),
-        position_ids=torch.tensor([position_ids], dtype=torch.long, device=device),
-        slots=torch.tensor(slots, dtype=torch.long, device=device),
-        groups=tuple(groups),
-        output_index=torch.tensor(output_index, dtype=torch.long, device=device),
+        input_ids=sent[0].unsqueeze(0),
+        position_ids=sent[1].unsqueeze(0),
+        slots=sent[2],
+        groups=tuple(
+            group.on_device(*sent[at : at + 3], cache.block_size)
+            for group, at in zip(groups, range(5, len(sent), 3), strict=True)
+        ),
+        output_index=sent[3],
         output_is_in_order=output_index == list(range(len(input_ids))),
-        logit_index=torch.tensor(logit_index, dtype=torch.long, device=device),
+        logit_index=sent[4],
         num_logits=num_logits,
         block_size=cache.block_size,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _HostGroup:
+    """An AttentionGroup before its numbers are on the device.
+
+    positions: row by row. key_blocks: of every row as many as hold num_keys, none where rows are
+    contiguous; what is not reserved reads block 0, masked.
+    """
+
+    num_rows: int
+    width: int
+    num_keys: int
+    token_index: list[int]
+    positions: list[int]
+    key_blocks: list[int]
+    first_slot: int
+
+    def on_device(
+        self,
+        token_index: torch.Tensor,
+        positions: torch.Tensor,
+        key_blocks: torch.Tensor,
+        block_size: int,
+    ) -> AttentionGroup:
+        key_slots = None
+        if self.key_blocks:
+            offsets = torch.arange(block_size, device=key_blocks.device)
+            blocks = key_blocks.view(self.num_rows, -1, 1)
+            slots = (blocks * block_size + offsets).flatten(1)  # [R, blocks of a row * block_size]
+            key_slots = slots[:, : self.num_keys].flatten()
+        return AttentionGroup(
+            num_rows=self.num_rows,
+            width=self.width,
+            num_keys=self.num_keys,
+            token_index=token_index,
+            positions=positions.view(self.num_rows, self.width),
+            key_slots=key_slots,
+            first_slot=self.first_slot,
+        )
 
 
 def _group(
@@ -126,55 +174,39 @@ def _split(
     ]
 
 
-def _attention_group(
+def _host_group(
     rows: Sequence[ForwardRow],
     first_tokens: Sequence[int],
     width: int,
     cache: KVCache,
     padding: Padding,
-) -> AttentionGroup:
-    device = cache.shape.device
+) -> _HostGroup:
     token_index: list[int] = []
-    positions: list[list[int]] = []
+    positions: list[int] = []
     num_keys = 0
     for forward_row, first in zip(rows, first_tokens, strict=True):
-        count = len(forward_row.token_ids)
-        num_keys = max(num_keys, forward_row.start + count)
+        count, start = len(forward_row.token_ids), forward_row.start
+        num_keys = max(num_keys, start + count)
         token_index.extend(range(first, first + count))
         token_index.extend([first] * (width - count))
-        positions.append(
-            [forward_row.start + offset for offset in range(count)]
-            + [forward_row.start] * (width - count)
-        )
+        positions.extend(range(start, start + count))
+        positions.extend([start] * (width - count))
     num_keys = round_up(num_keys, padding.keys)
-    key_slots, first_slot = None, 0
+    key_blocks: list[int] = []
+    first_slot = 0
     if cache.is_contiguous:
         first_slot = cache.block_table(rows[0].row)[0] * cache.block_size
     else:
-        key_slots = _gathered_slots(rows, num_keys, cache)
-    return AttentionGroup(
+        num_blocks = -(-num_keys // cache.block_size)
+        for forward_row in rows:
+            table = cache.block_table(forward_row.row)[:num_blocks]
+            key_blocks.extend([*table, *[0] * (num_blocks - len(table))])
+    return _HostGroup(
         num_rows=len(rows),
         width=width,
         num_keys=num_keys,
-        token_index=torch.tensor(token_index, dtype=torch.long, device=device),
-        positions=torch.tensor(positions, dtype=torch.long, device=device),
-        key_slots=key_slots,
+        token_index=token_index,
+        positions=positions,
+        key_blocks=key_blocks,
         first_slot=first_slot,
     )
-
-
-def _gathered_slots(rows: Sequence[ForwardRow], num_keys: int, cache: KVCache) -> torch.Tensor:
-    """[R * L] slots of each row's first L positions; what is not reserved reads slot 0, masked."""
-    device, size = cache.shape.device, cache.block_size
-    num_blocks = -(-num_keys // size)
-    table = [
-        [
-            *cache.block_table(r.row)[:num_blocks],
-            *[0] * (num_blocks - len(cache.block_table(r.row))),
-        ]
-        for r in rows
-    ]
-    blocks = torch.tensor(table, dtype=torch.long, device=device)  # [R, num_blocks]
-    offsets = torch.arange(size, device=device)
-    slots = (blocks[:, :, None] * size + offsets).flatten(1)  # [R, num_blocks * size]
-    return slots[:, :num_keys].flatten()

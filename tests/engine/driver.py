@@ -40,6 +40,7 @@ def tiny_engine(
     max_draft_tokens: int = 4,
     poison: float | None = 1000.0,
     is_measured: bool = False,
+    head: str | None = None,
     **options: object,
 ) -> Engine:
     """An engine over tiny models whose never-written cache slots hold `poison`.
@@ -56,6 +57,7 @@ def tiny_engine(
             drafters=drafters,
             draft_model="draft" if "draft_model" in drafters else None,
             max_draft_tokens=max_draft_tokens,
+            head=head,
         ),
         **options,  # type: ignore[arg-type]
     )

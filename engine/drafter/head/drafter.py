@@ -22,6 +22,7 @@ from engine.drafter.head.tap import HiddenStateTap
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
 from engine.sampler import Sampler
+from engine.upload import upload
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ class HeadDrafter:
                 )
                 for draft in drafts
             ]
-            states = states.index_select(0, torch.tensor(going_on, device=states.device))
+            states = states.index_select(0, upload(going_on, states.device))
             logits, states = self.runner.forward(rows, states)
             for draft in drafts:
                 draft.num_positions += 1
@@ -195,14 +196,17 @@ class HeadDrafter:
         """Add a token to every draft that is worth it; the places of those that want more."""
         best, best_index = logits.max(dim=-1)
         confidence = torch.exp(best.float() - torch.logsumexp(logits.float(), dim=-1))
-        token_ids = self._draft_token_ids[best_index].tolist()
+        drafted = self._draft_token_ids[best_index]
+        # One copy from the device; float64 holds any token id.
+        read = torch.stack([drafted.double(), confidence.double()]).tolist()
+        token_ids = [int(token_id) for token_id in read[0]]
         positions = [DraftPosition(d.job.live, d.token_ids) for d in drafts]
         special = [i for i, position in enumerate(positions) if not is_plain(position)]
         probs: dict[int, torch.Tensor] = {}
         if special:
             drawn, found = draw(
                 self._sampler,
-                self._over_vocabulary(logits[special]),
+                self._over_vocabulary(logits[upload(special, logits.device)]),
                 [positions[i] for i in special],
             )
             for index, token_id, row_probs in zip(special, drawn, found, strict=True):
@@ -210,7 +214,7 @@ class HeadDrafter:
                 if row_probs is not None:
                     probs[index] = row_probs
         going_on = []
-        for index, (draft, sure) in enumerate(zip(drafts, confidence.tolist(), strict=True)):
+        for index, (draft, sure) in enumerate(zip(drafts, read[1], strict=True)):
             draft.reach *= self._calibration.acceptance_of(sure)
             if draft.reach < draft.job.min_reach:
                 continue
