@@ -18,6 +18,7 @@ from service import errors
 from service.admission import Admission, AdmissionLimits
 from service.audits import keep, measured, recorded
 from service.calls import OpenCalls
+from service.capture import PromptCapture
 from service.drafter_reload import DrafterReload
 from service.engine_contract import Engine
 from service.engine_thread import EngineGoneError, EngineState, EngineThread
@@ -61,6 +62,7 @@ class Parts:
     heads: RegisteredHeads = field(default_factory=RegisteredHeads)
     experiments: LiveExperiments = field(default_factory=no_experiments)
     watch: ExperimentWatch | None = None
+    capture: PromptCapture | None = None
 
 
 class Server:
@@ -167,6 +169,7 @@ class Server:
             ),
             gate=self,
             experiments=self._parts.experiments,
+            capture=self._parts.capture,
         )
         if self._parts.watch is not None:
             self._parts.watch.start()
@@ -219,6 +222,8 @@ class Server:
             self._serving.encoder.close()
         if self._recording is not None:
             await asyncio.to_thread(self._recording.close)
+        if self._parts.capture is not None:
+            await asyncio.to_thread(self._parts.capture.close)
         await asyncio.to_thread(self._parts.close_telemetry)
 
     async def _wait_for_rows(self) -> None:

@@ -1,5 +1,6 @@
 """The one place that puts a server together out of its settings."""
 
+import logging
 import os
 import sys
 import time
@@ -16,14 +17,17 @@ from engine.loader import load_tokenizer
 from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
 from service.app import Parts, Server
 from service.calls import CallTraceFilter
+from service.capture import PromptCapture
 from service.experiments.assembly import open_experiments, open_watch, registered_heads
 from service.models import ModelError, resolve_model
 from service.recording import open_recording, open_telemetry, reload_prices
+from service.redaction import RedactionError, open_redaction
 from service.security import AccessFileError, ListedAccess, OpenAccess, SubjectFinder
 from service.settings import ServiceSettings
 from telemetry.logs import configure_logging
 
 _WARM_UP_TOKENS = 8
+_log = logging.getLogger(__name__)
 
 
 class SetUpError(RuntimeError):
@@ -81,6 +85,7 @@ def assemble(settings: ServiceSettings) -> Server:
                 "prices": lambda recording: reload_prices(settings, recording),
             },
             heads=heads,
+            capture=open_capture(settings),
             experiments=experiments,
             watch=open_watch(settings, experiments),
         ),
@@ -107,6 +112,27 @@ def open_access(settings: ServiceSettings) -> OpenAccess | ListedAccess:
         )
     except (AccessFileError, OSError) as error:
         raise SetUpError(str(error)) from error
+
+
+def open_capture(settings: ServiceSettings) -> PromptCapture | None:
+    """None unless prompts shall be kept. Raises SetUpError."""
+    if settings.capture_folder is None:
+        return None
+    folder = settings.capture_folder.expanduser()
+    try:
+        redaction = settings.capture_redaction
+        redact = None if redaction is None else open_redaction(redaction)
+        capture = PromptCapture(
+            folder,
+            share=settings.capture_share,
+            retention_days=settings.capture_retention_days,
+            redact=redact,
+        )
+    except (RedactionError, OSError) as error:
+        raise SetUpError(str(error)) from error
+    how = "without redaction" if redact is None else "redacted"
+    _log.warning("%.3g of the prompts are kept in %s, %s", settings.capture_share, folder, how)
+    return capture
 
 
 def public_name(target: str) -> str:

@@ -13,11 +13,13 @@ from telemetry.tracing import CallSpan
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller. models: names it may use; empty allows all."""
+    """An authenticated caller. models: names it may use; empty allows all. may_be_captured: its
+    prompts may be kept where the server keeps any."""
 
     tenant: str
     quota: TenantQuota = UNLIMITED
     models: frozenset[str] = field(default_factory=frozenset)
+    may_be_captured: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ The access file is TOML. It holds hashes, never tokens, and is read again on SIG
     max_live_requests = 8
     tokens_per_second = 2000
     burst_tokens = 50000
+    capture = false                         # its prompts are never kept; left out: they may be
 """
 
 import hashlib
@@ -34,6 +35,7 @@ _KEYS = {
     "max_live_requests",
     "tokens_per_second",
     "burst_tokens",
+    "capture",
 }
 
 
@@ -105,8 +107,12 @@ def _read_principal(where: str, name: str, entry: Any) -> Principal:
     rate, burst = entry.get("tokens_per_second"), entry.get("burst_tokens", 0)
     if rate is not None and (rate <= 0 or burst <= 0):
         raise AccessFileError(f"{where}: tokens_per_second and burst_tokens must be positive")
+    may_be_captured = entry.get("capture", True)
+    if not isinstance(may_be_captured, bool):
+        raise AccessFileError(f"{where}.capture: must be true or false")
     return Principal(
         tenant=name,
+        may_be_captured=may_be_captured,
         quota=TenantQuota(
             max_live_requests=entry.get("max_live_requests"),
             tokens_per_second=rate,

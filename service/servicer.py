@@ -29,7 +29,7 @@ from service.convert.responses import (
 )
 from service.generation import generate
 from service.intake import record_refusal
-from service.orders import Event, GenerationOrder
+from service.orders import Event, GenerationOrder, Started
 from service.pb import generation_pb2 as pb
 from service.pb import generation_pb2_grpc as pb_grpc
 from service.serving import Caller, Serving
@@ -90,6 +90,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         await context.send_initial_metadata((("x-request-id", order.request_id),))
         async with aclosing(generate(serving, order, caller)) as events:
             async for event in events:
+                if isinstance(event, Started) and serving.capture is not None:
+                    serving.capture.offer(order, is_allowed=caller.may_be_captured)
                 yield event
 
     def _read(self, request: pb.GenerateRequest) -> GenerationOrder:
@@ -109,6 +111,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             quota=call.principal.quota,
             deadline_at=time.monotonic() + seconds,
             call=call.span,
+            may_be_captured=call.principal.may_be_captured,
         )
 
     async def Tokenize(  # noqa: N802

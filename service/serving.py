@@ -9,6 +9,7 @@ from engine.request import SpeculationMode, SpeculationParams
 from engine.stats import ModelInfo
 from service import errors
 from service.admission import Admission, TenantQuota
+from service.capture import PromptCapture
 from service.engine_thread import EngineThread
 from service.experiments.live import LiveExperiments
 from service.live_requests import LiveRequests
@@ -25,6 +26,7 @@ class Caller:
     quota: TenantQuota
     deadline_at: float
     call: CallSpan
+    may_be_captured: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Serving:
     limits: GenerationLimits
     gate: Gate
     experiments: LiveExperiments
+    capture: PromptCapture | None = None
 
     def check_model(self, model: str) -> None:
         """Raises NOT_FOUND for a model other than the loaded one; "" is the loaded one."""

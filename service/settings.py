@@ -52,6 +52,12 @@ class ServiceSettings(BaseSettings):
     experiment_file: Path | None = None  # read again on SIGHUP
     experiment_check_seconds: float = Field(default=30, gt=0)  # how often guard rails look
 
+    # Keeping prompts to train drafters with: off, see SECURITY.md
+    capture_folder: Path | None = None
+    capture_share: float = Field(default=0, ge=0, le=1)  # of the requests
+    capture_retention_days: int = Field(default=30, ge=1)
+    capture_redaction: str | None = None  # "module:function", or a file of regular expressions
+
     # Listening
     host: str = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)  # 0: a free one
@@ -123,6 +129,10 @@ class ServiceSettings(BaseSettings):
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if self.jwt_issuer is not None and self.access_file is None:
             raise ValueError("jwt_issuer needs access_file, which says who the subjects are")
+        if (self.capture_folder is None) != (self.capture_share == 0):
+            raise ValueError("capture_folder and a capture_share above 0 go together")
+        if self.capture_redaction is not None and self.capture_folder is None:
+            raise ValueError("capture_redaction needs capture_folder")
         for name in ("jwt_issuer", "jwt_jwks_url"):
             _check_issuer_url(name, getattr(self, name))
         if self.tls_certificate is None and not (self.allow_insecure or is_loopback(self.host)):
