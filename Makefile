@@ -157,8 +157,9 @@ test-policies: $(STAMP) $(CHECKOV)/.installed ## checkov over the built manifest
 test-image: $(STAMP) ## the image's install steps in a clean folder; fetches every dependency
 	$(PY) -m pytest -q -m slow tests/k8s/test_image.py
 
-test-rollout: $(STAMP) ## servers rolled under load, weights changed by ConfigMap, a training Job evicted
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/k8s --ignore tests/k8s/test_image.py
+test-rollout: $(STAMP) ## servers rolled under load or split, an experiment changed, a training Job evicted
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/k8s tests/engine/test_shards.py \
+	  --ignore tests/k8s/test_image.py
 
 check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos, licences
 	$(VENV)/bin/ruff check

@@ -33,21 +33,24 @@ def config_of(model: str, num_shards: int) -> EngineConfig:
     )
 
 
+def _request(index: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"r{index}",
+        prompt_token_ids=(*PREFIX, 50 + index, *PREFIX[:index]),
+        sampling=SamplingParams(temperature=0.7 * (index % 2), seed=index),
+        stopping=StoppingParams(max_tokens=24, ignore_eos=True),
+        arrived_at=time.monotonic(),
+    )
+
+
 def generate(engine: Engine) -> dict[str, Any]:
     """What the engine made of some requests, greedy and sampled, with a prefix in common."""
-    for index in range(NUM_REQUESTS):
-        engine.submit(
-            GenerationRequest(
-                request_id=f"r{index}",
-                prompt_token_ids=(*PREFIX, 50 + index, *PREFIX[:index]),
-                sampling=SamplingParams(temperature=0.7 * (index % 2), seed=index),
-                stopping=StoppingParams(max_tokens=24, ignore_eos=True),
-                arrived_at=time.monotonic(),
-            )
-        )
+    waiting = [_request(index) for index in range(NUM_REQUESTS)]
     tokens: dict[str, list[int]] = {}
     num_cached = 0
-    while engine.has_work():
+    while waiting or engine.has_work():
+        if waiting:  # one after the other, so that keys are copied from rows that run
+            engine.submit(waiting.pop(0))
         output = engine.step()
         engine.check_integrity()
         for delta in output.deltas:

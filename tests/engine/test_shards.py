@@ -42,6 +42,7 @@ def _start(rank: int, model: Path, port: int) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     with socket.socket() as probe:

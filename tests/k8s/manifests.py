@@ -137,6 +137,16 @@ def references(container: Mapping[str, Any]) -> set[str]:
     return {name for text in container.get("args", ()) for name in _REFERENCE.findall(text)}
 
 
+def launched(container: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Arguments of torchrun, where it starts the processes, and those of `tandem`."""
+    arguments: list[str] = container["args"]
+    if "command" not in container:
+        return [], arguments  # the image's entry point is `tandem`
+    assert container["command"] == ["torchrun"]
+    place = arguments.index("tandem")
+    return arguments[:place], arguments[place + 1 :]
+
+
 def expand(arguments: list[str], variables: Mapping[str, str | None]) -> list[str]:
     """Arguments as a kubelet passes them; a value that the cluster says is 4."""
     return [_REFERENCE.sub(lambda found: variables[found[1]] or "4", text) for text in arguments]

@@ -90,11 +90,19 @@ class ServerProcess:
             **variables,
         }
 
+    @property
+    def process_id(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def command(self) -> list[str | Path]:
+        return [Path(sys.executable).with_name("tandem"), "serve"]
+
     async def start(self) -> None:
         """Until the readiness probe would pass."""
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                Path(sys.executable).with_name("tandem"), "serve", env=self._environ, stderr=log
+                *self.command(), env=self._environ, stderr=log
             )
         deadline_at = asyncio.get_running_loop().time() + _READY_SECONDS
         while not await self._is_ready():
@@ -106,6 +114,11 @@ class ServerProcess:
         """The exit status after SIGTERM."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
+        return await self.wait()
+
+    async def wait(self) -> int:
+        """The exit status, once it has ended by itself."""
+        assert self._process is not None
         return await self._process.wait()
 
     def kill(self) -> None:

@@ -18,6 +18,7 @@ from tests.k8s.manifests import (
     Resource,
     environment,
     expand,
+    launched,
     named,
     num_bytes,
     of_kind,
@@ -30,7 +31,12 @@ from tests.k8s.manifests import (
 )
 
 SETTINGS = {f"TANDEM_{name.upper()}" for name in ServiceSettings.model_fields}
-FOREIGN = {"AWS_REGION", "HF_HUB_OFFLINE"}  # of the platform and of libraries
+FOREIGN = {
+    "AWS_REGION",
+    "HF_HUB_OFFLINE",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+}  # of the platform and of libraries
 
 
 def test_every_variable_is_a_setting_or_part_of_an_argument(workloads: list[Resource]) -> None:
@@ -57,12 +63,12 @@ def test_every_command_exists_with_its_options(workloads: list[Resource], tmp_pa
     commands = set()
     for pod in pods(workloads):
         for container in pod.ours():
-            assert "command" not in container  # the image's entry point is `tandem`
-            arguments = expand(container["args"], environment(workloads, container))
+            _, arguments = launched(container)
+            arguments = expand(arguments, environment(workloads, container))
             if arguments[:2] == ["drafter", "register"]:  # asks whether the folder exists
                 arguments[2] = str(tmp_path)
             _parse(arguments)
-            commands.add(container["args"][0])
+            commands.add(arguments[0])
     assert commands >= {"serve", "export", "ledger"} or commands >= {"train", "drafter"}
 
 

@@ -1,0 +1,123 @@
+"""Several GPUs of a pod share a target: the processes fit each other, drain, and end together."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from service.async_client import AsyncClient
+from tests.k8s.manifests import Resource, build, environment, launched, serve_container, serve_pod
+from tests.k8s.rollout import ServerProcess
+from tests.k8s.test_policy import FLUSH_SECONDS
+from tests.tiny import save_tiny_model
+
+OVERLAY = "prod-gpu-tp"
+
+
+@pytest.fixture
+def split() -> list[Resource]:
+    return build(OVERLAY)
+
+
+def test_torchrun_starts_a_process_for_each_gpu_and_each_shard(split: list[Resource]) -> None:
+    container = serve_container(split)
+    options, arguments = launched(container)
+    parsed = torch.distributed.run.get_args_parser().parse_args([*options, "tandem", *arguments])
+    assert parsed.no_python
+    assert (parsed.nnodes, parsed.training_script, arguments) == ("1", "tandem", ["serve"])
+    shards = environment(split, container)["TANDEM_TENSOR_PARALLEL"]
+    assert parsed.nproc_per_node == shards == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert parsed.master_addr == "127.0.0.1"  # the processes trust each other
+
+
+def test_torchrun_waits_for_the_drain_and_the_kubelet_for_torchrun(split: list[Resource]) -> None:
+    container = serve_container(split)
+    options, _ = launched(container)
+    (wait,) = re.findall(r"--shutdown-timeout=(\d+)", " ".join(options))
+    grace = environment(split, container)["TANDEM_GRACE_SECONDS"]
+    assert int(wait) >= float(grace or 0) + FLUSH_SECONDS
+    pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert serve_pod(split).spec["terminationGracePeriodSeconds"] >= pre_stop + int(wait)
+
+
+class _SplitServer(ServerProcess):
+    """`tandem serve` started by the overlay's own torchrun command, on processors."""
+
+    def command(self) -> list[str | Path]:
+        options, arguments = launched(serve_container(build(OVERLAY)))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        options = [re.sub(r"--master-port=\d+", f"--master-port={port}", text) for text in options]
+        programs = Path(sys.executable).parent
+        return [programs / "torchrun", *options, programs / "tandem", *arguments]
+
+
+def _server(tmp_path: Path) -> _SplitServer:
+    model = save_tiny_model(tmp_path / "tiny", max_tokens=2048)
+    return _SplitServer(
+        model,
+        tmp_path / "home",
+        60.0,
+        TANDEM_TENSOR_PARALLEL="2",
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+
+
+def _children(process_id: int) -> list[int]:
+    path = Path(f"/proc/{process_id}/task/{process_id}/children")
+    return [int(child) for child in path.read_text().split()]
+
+
+async def _ended(process_ids: list[int]) -> bool:
+    for _ in range(600):
+        if not any(Path(f"/proc/{process_id}").exists() for process_id in process_ids):
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_split_server_finishes_its_stream_after_sigterm(tmp_path: Path) -> None:
+    server = _server(tmp_path)
+    try:
+        await server.start()
+        processes = _children(server.process_id)
+        assert len(processes) == 2
+        async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+            long = client.generate("the quick", max_tokens=1500, ignore_eos=True, temperature=0)
+            running = asyncio.create_task(long.result())
+            await client.generate("a", max_tokens=2).result()
+            leaving = asyncio.create_task(server.terminate())
+            await asyncio.sleep(1.0)
+            assert not running.done(), "the stream was too short to show anything"
+            assert len((await running).token_ids) == 1500
+            await leaving
+        assert await _ended(processes)
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_without_its_leader_nothing_stays(tmp_path: Path) -> None:
+    server = _server(tmp_path)
+    try:
+        await server.start()
+        processes = _children(server.process_id)
+        for process_id in processes:
+            environ = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+            if b"RANK=0" in environ:
+                os.kill(process_id, signal.SIGKILL)
+        assert await _ended(processes)
+        assert await server.wait() != 0
+    finally:
+        server.kill()
