@@ -1,7 +1,7 @@
 """`tandem drafter`: look into heads, translate them, measure them, and choose the one in use."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -187,19 +187,28 @@ def promote(
     with _failures_told():
         known = _registry(registry)
         reason: dict[str, Any] = {"forced": True} if force else {}
-        if known.pointer(plain).current not in (None, version) and not force:
-            reason = _gate(evaluation, candidate, production)
+        current = known.pointer(plain).current
+        if current not in (None, version) and not force:
+            fingerprints = {
+                candidate: known.registration(plain, version).fingerprint,
+                production: known.registration(plain, current or "").fingerprint,
+            }
+            reason = _gate(evaluation, candidate, production, fingerprints)
         pointer = known.promote(plain, version, reason=reason)
     typer.echo(json.dumps(asdict(pointer)))
 
 
-def _gate(evaluation: Path | None, candidate: str, production: str) -> dict[str, Any]:
+def _gate(
+    evaluation: Path | None, candidate: str, production: str, fingerprints: Mapping[str, str]
+) -> dict[str, Any]:
     """Why it may be promoted. Raises GateError why it may not."""
-    from engine.drafter.gate import GateError, judge_replay
+    from engine.drafter.gate import GateError, check_heads, judge_replay
 
     if evaluation is None:
         raise GateError("evaluation: another version is in use; give --evaluation, or --force")
-    verdict = judge_replay(json.loads(evaluation.read_text()), candidate, production)
+    found = json.loads(evaluation.read_text())
+    check_heads(found, fingerprints)
+    verdict = judge_replay(found, candidate, production)
     if not verdict.is_passed:
         raise GateError("; ".join(verdict.objections))
     return asdict(verdict)

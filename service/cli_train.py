@@ -1,6 +1,7 @@
 """`tandem train`: make a drafter for a target, stage by stage or all at once."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -202,9 +203,18 @@ def _evaluate(
     evaluation = EvaluationSet(out, recipe, recipe.data.prompts, _accelerator(threads))
     evaluation.make()
     found = evaluate_heads(evaluation, names, draft_tokens)
+    sign_heads(found, names)
     atomic_files.write_json(out / "evaluation.json", found)
     report.draw(out / "evaluation.png", found["heads"])
     typer.echo(json.dumps(found, indent=2))
+
+
+def sign_heads(evaluation: dict[str, Any], heads: Mapping[str, Path]) -> None:
+    """Say which files each name stands for, so that a promotion can tell."""
+    from engine.drafter.registry import head_fingerprint
+
+    for name, folder in heads.items():
+        evaluation["heads"][name]["fingerprint"] = head_fingerprint(folder)
 
 
 def _label(folder: Path) -> str:

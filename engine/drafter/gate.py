@@ -32,6 +32,18 @@ class GateVerdict:
         return not self.objections
 
 
+def check_heads(evaluation: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
+    """Whether the names of an evaluation stand for these very files. Raises GateError."""
+    for name, expected in fingerprints.items():
+        found = _head(evaluation.get("heads", {}), name).get("fingerprint")
+        if found is None:
+            raise GateError(f"evaluation: does not say which head {name!r} is; compare again")
+        if found != expected:
+            raise GateError(
+                f"evaluation: {name!r} is the head {found} there, and {expected} in the registry"
+            )
+
+
 def judge_replay(
     evaluation: Mapping[str, Any],
     candidate: str,

@@ -1,6 +1,7 @@
 """`tandem drafter` on a tiny target and heads in folders."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from engine.drafter.head.file_names import CARD, CONFIG
 from engine.drafter.head.files import load_head, save_head
 from engine.loader import LoadedModel, load_model
 from service.cli_drafter import app
+from service.cli_train import sign_heads
 from tests.engine.heads import NUM_LAYERS, config_for, random_head
 from tests.tiny import save_tiny_model
 
@@ -81,16 +83,21 @@ def test_probe_lists_what_it_measured_and_writes_the_best(
     load_head(tmp_path / "best", target.model, target_fingerprint=target.fingerprint)
 
 
-def _compared(path: Path, ci: list[float]) -> None:
+def _compared(path: Path, ci: list[float], heads: dict[str, Path]) -> None:
     by_source = {"chat": {"num_conversations": 10, "acceptance_length": 2.0}}
-    heads = {name: {"by_source": by_source} for name in ("old", "new")}
     comparison = {"greedy": {"difference": sum(ci) / 2, "ci": ci}}
-    path.write_text(json.dumps({"heads": heads, "comparisons": {"new - old": comparison}}))
+    evaluation = {
+        "heads": {name: {"by_source": by_source} for name in heads},
+        "comparisons": {"new - old": comparison},
+    }
+    sign_heads(evaluation, heads)
+    path.write_text(json.dumps(evaluation))
 
 
 def test_the_registry_from_registering_to_going_back(head: Path, tmp_path: Path) -> None:
     where = ("--registry", tmp_path / "registry")
     assert _run("register", head, "--name", "chat", *where).output.startswith("chat@0001 ")
+    old = shutil.copytree(head, tmp_path / "old")
     content = json.loads((head / CONFIG).read_text())
     content["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 5
     (head / CONFIG).write_text(json.dumps(content))
@@ -101,13 +108,17 @@ def test_the_registry_from_registering_to_going_back(head: Path, tmp_path: Path)
     assert "another version is in use" in refused.output
     evaluation = tmp_path / "evaluation.json"
     proof = ("--evaluation", evaluation, "--candidate", "new", "--production", "old")
-    _compared(evaluation, [-0.01, 0.2])
+    _compared(evaluation, [-0.01, 0.2], {"old": old, "new": head})
     refused = _run("promote", "chat@0002", *proof, *where)
     assert refused.exit_code == 1
     assert "not significantly better" in refused.output
     assert _run("promote", "chat@0002", "--force", *where).exit_code == 0
     assert _run("rollback", "chat", *where).exit_code == 0
-    _compared(evaluation, [0.05, 0.2])
+    _compared(evaluation, [0.05, 0.2], {"old": old, "new": old})
+    refused = _run("promote", "chat@0002", *proof, *where)
+    assert refused.exit_code == 1
+    assert "'new' is the head" in refused.output, "the proof is another head's"
+    _compared(evaluation, [0.05, 0.2], {"old": old, "new": head})
     promoted = _run("promote", "chat@0002", *proof, *where)
     assert json.loads(promoted.output)["reason"]["ci"] == [0.05, 0.2]
     assert "* chat@0002" in _run("list", *where).output
