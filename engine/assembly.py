@@ -128,7 +128,8 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     )
     grammars = GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids)
     is_bit_exact = guarantee == "bit_exact" and numerics == "invariant"
-    lengths = DraftLengths(0, StepCosts(target=ready[0].costs, row_seconds=_LOOKUP_SECONDS))
+    costs = StepCosts(target=ready[0].costs, row_seconds=_LOOKUP_SECONDS)
+    lengths = DraftLengths(0, costs, drafters.foresee)
     is_ragged = config.layout == "ragged"
     roster = DrafterRoster(
         drafters,

@@ -15,10 +15,12 @@ from engine.cost_table import CostTable
 
 @dataclass(frozen=True, slots=True)
 class RowOutlook:
-    """What is known of a row: its acceptance probability and the most it may draft."""
+    """What is known of a row: its acceptance probability, the most it may draft, and whether its
+    drafts take no forward of a drafting model."""
 
     alpha: float
     max_drafts: int
+    is_free: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +80,30 @@ def plan_drafts(
     ]
     plain = len(rows) / costs.step_seconds(num_tokens, 0, 0)
     best, best_count, best_depth = plain, 0, 0
-    deepest = max(outlook.max_drafts for outlook in rows.values())
-    # A drafting forward serves all rows at once, so its depth is chosen for all of them.
-    for limit in range(1, deepest + 1) if costs.drafter is not None else (deepest,):
+    # A drafting forward serves all rows at once, so its depth is chosen for all that need it.
+    for limit in _depths(rows, costs):
         emitted, count = float(len(rows)), 0
         drafting: set[str] = set()
+        by_model: set[str] = set()
         for negative_gain, depth, row in marginal:
-            if depth > limit:
+            if not rows[row].is_free and depth > limit:
                 continue
             emitted -= negative_gain
             count += 1
-            drafting.add(row)
-            seconds = verify_seconds[count] + costs.draft_seconds(len(drafting), limit)
+            (drafting if rows[row].is_free else by_model).add(row)
+            seconds = verify_seconds[count] + costs.row_seconds * len(drafting)
+            if by_model:
+                seconds += costs.draft_seconds(len(by_model), limit)
             if emitted > best * seconds:
                 best, best_count, best_depth = emitted / seconds, count, limit
-    marginal = [entry for entry in marginal if entry[1] <= best_depth]
+    marginal = [m for m in marginal if rows[m[2]].is_free or m[1] <= best_depth]
     chosen = dict.fromkeys(rows, 0)
     for _, depth, row in marginal[:best_count]:
         chosen[row] = depth
     return DraftPlan(chosen, best / plain)
+
+
+def _depths(rows: Mapping[str, RowOutlook], costs: StepCosts) -> range:
+    """How many drafting forwards are worth a thought."""
+    deepest = max((r.max_drafts for r in rows.values() if not r.is_free), default=0)
+    return range(deepest + 1) if costs.drafter is not None else range(deepest, deepest + 1)

@@ -61,7 +61,7 @@ def uniform_noise(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
     """
     device = token_ids.device
     halves = [(_signed32(key), _signed32(key >> 32)) for key in keys]
-    low, high = upload(halves, device, torch.int32).view(-1, 2).split(1, dim=1)  # [P, 1] each
+    low, high = torch.split(upload(halves, device, torch.int32).view(-1, 2), 1, dim=1)  # [P, 1]
     value = (token_ids.to(torch.int32) * _signed32(0x9E3779B1)).unsqueeze(0) ^ low
     value = _mix32(value)
     value ^= high

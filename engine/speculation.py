@@ -4,17 +4,20 @@ Every row has an estimate of alpha, the probability that a draft is accepted giv
 before it were. A verification of K drafts that accepts n is n successes and, unless all K were
 accepted, one failure: a full acceptance is censored and says nothing of the draft after it.
 Old observations fade, so a row that turns from code to prose is noticed; what little is known
-of a row is completed by the average of all rows.
+of a row is completed by the average of all rows. Each drafter has estimates of its own, and
+those of whoever would draft in the coming step count: where a lookup has found something, its
+drafts are free and mostly right; where it has not, a model's cost time.
 
 Drafting starts when it promises a clear gain and ends when there is none left, so the choice
 does not flip with every step. While a row does not draft it is probed now and then with a
 single draft, all idle rows in the same step, and never for more than a small share of the time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.cost_table import CostTable
+from engine.drafter.base import DraftSource
 from engine.goodput import RowOutlook, StepCosts, plan_drafts
 from engine.live_request import LiveRequest
 from engine.request import SpeculationMode
@@ -74,6 +77,7 @@ class CostFeedback:
         self.draft_token_seconds = max(0.0, fade * self.draft_token_seconds + (1 - fade) * extra)
 
 
+_SOME_DRAFTER = DraftSource("", is_free=False)
 _ROW_PRIOR_WEIGHT = 4.0
 _ALL_ROWS_PRIOR_WEIGHT = 4.0
 
@@ -81,12 +85,19 @@ _ALL_ROWS_PRIOR_WEIGHT = 4.0
 class DraftLengths:
     """Chooses K of every decoding row and learns from what was accepted."""
 
-    def __init__(self, max_draft_tokens: int, costs: StepCosts) -> None:
+    def __init__(
+        self,
+        max_draft_tokens: int,
+        costs: StepCosts,
+        foresee: Callable[[LiveRequest], DraftSource | None] = lambda live: _SOME_DRAFTER,
+    ) -> None:
+        """foresee: who would draft for a row now, None if nobody."""
+        self._foresee = foresee
         self.max_draft_tokens = max_draft_tokens
         self._tables = costs
         self._feedback = CostFeedback()
-        self._estimates: dict[str, AcceptanceEstimate] = {}
-        self._all_rows = AcceptanceEstimate(fade=0.995)
+        self._estimates: dict[str, dict[str, AcceptanceEstimate]] = {}  # by request and drafter
+        self._all_rows: dict[str, AcceptanceEstimate] = {}  # by drafter
         self._is_drafting = True
         self._probe_seconds = 0.0  # that may be spent on probes
         self._min_reach = 0.0
@@ -108,8 +119,8 @@ class DraftLengths:
         num_drafts = sum(row.num_draft_positions for row in step.rows)
         num_tokens = len(step.rows) + num_drafts
         seconds = step.duration_nanoseconds / 1e9
-        deepest = max(row.num_draft_positions for row in step.rows)
-        num_drafting = sum(row.num_drafter_positions > 0 for row in step.rows)
+        by_model = [row.num_draft_positions for row in step.rows if row.num_drafter_positions]
+        num_drafting, deepest = len(by_model), max(by_model, default=0)
         predicted = self._tables.step_seconds(num_tokens, num_drafting, deepest)
         if num_drafts:
             self._feedback.observe_drafting(seconds, predicted, num_drafts)
@@ -126,13 +137,10 @@ class DraftLengths:
         """K for the next step by request id; num_other_tokens share the forward."""
         chosen: dict[str, int] = {}
         outlooks: dict[str, RowOutlook] = {}
-        prior = self._all_rows.alpha(_PRIOR_ALPHA, _ALL_ROWS_PRIOR_WEIGHT)
         for live in rows:
             cap = self._cap(live)
             if live.request.speculation.mode is SpeculationMode.AUTO and cap:
-                estimate = self._estimates.setdefault(live.request_id, AcceptanceEstimate())
-                alpha = estimate.alpha(prior, _ROW_PRIOR_WEIGHT)
-                outlooks[live.request_id] = RowOutlook(alpha, cap)
+                outlooks[live.request_id] = self._outlook(live, cap)
             else:
                 chosen[live.request_id] = cap
                 num_other_tokens += 1 + cap
@@ -142,10 +150,18 @@ class DraftLengths:
 
     def expected_tokens(self, live: LiveRequest) -> float:
         """What a verification of as many drafts as the request may have should emit."""
-        prior = self._all_rows.alpha(_PRIOR_ALPHA, _ALL_ROWS_PRIOR_WEIGHT)
-        estimate = self._estimates.get(live.request_id)
+        outlook = self._outlook(live, self._cap(live))
+        return sum(outlook.alpha**depth for depth in range(outlook.max_drafts + 1))
+
+    def _outlook(self, live: LiveRequest, cap: int) -> RowOutlook:
+        source = self._foresee(live) if cap else None
+        if source is None:
+            return RowOutlook(0.0, 0)
+        everyone = self._all_rows.setdefault(source.drafter, AcceptanceEstimate(fade=0.995))
+        prior = everyone.alpha(_PRIOR_ALPHA, _ALL_ROWS_PRIOR_WEIGHT)
+        estimate = self._estimates.get(live.request_id, {}).get(source.drafter)
         alpha = estimate.alpha(prior, _ROW_PRIOR_WEIGHT) if estimate is not None else prior
-        return sum(alpha**depth for depth in range(self._cap(live) + 1))
+        return RowOutlook(alpha, cap, source.is_free)
 
     def _cap(self, live: LiveRequest) -> int:
         wanted = live.request.speculation
@@ -163,7 +179,7 @@ class DraftLengths:
         self._is_drafting = plan.gain > needed
         drafts = plan.num_drafts if self._is_drafting else dict.fromkeys(outlooks, 0)
         self._min_reach = self._price_of_a_draft(drafts, plan.gain, num_other_tokens)
-        idle = [request_id for request_id, count in drafts.items() if count == 0]
+        idle = [key for key, count in drafts.items() if not count and outlooks[key].max_drafts]
         if idle and self._may_probe(drafts, idle, num_other_tokens):
             drafts.update(dict.fromkeys(idle, 1))
         return drafts
@@ -197,11 +213,13 @@ class DraftLengths:
         return True
 
     def observe(self, live: LiveRequest, num_drafts: int, num_accepted: int) -> None:
-        """Learn from one verification."""
-        estimate = self._estimates.get(live.request_id)
-        if estimate is not None and num_drafts:
-            estimate.observe(num_drafts, num_accepted)
-            self._all_rows.observe(num_drafts, num_accepted)
+        """Learn from one verification of drafts of live.drafter."""
+        if not num_drafts or live.request.speculation.mode is not SpeculationMode.AUTO:
+            return
+        of_request = self._estimates.setdefault(live.request_id, {})
+        of_request.setdefault(live.drafter, AcceptanceEstimate()).observe(num_drafts, num_accepted)
+        everyone = self._all_rows.setdefault(live.drafter, AcceptanceEstimate(fade=0.995))
+        everyone.observe(num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._estimates.pop(request_id, None)

@@ -25,4 +25,4 @@ def upload_tensor(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 def upload_together(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
     """A tensor [len] int64 of each list, all in one copy."""
     joined = upload(list(itertools.chain.from_iterable(lists)), device)
-    return list(joined.split([len(values) for values in lists]))
+    return list(torch.split(joined, [len(values) for values in lists]))

@@ -46,6 +46,14 @@ class Proposal:
 NO_PROPOSAL = Proposal()
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """Who would draft for a row in the coming step. is_free: without a forward of any model."""
+
+    drafter: str
+    is_free: bool
+
+
 class Drafter(Protocol):
     """A strategy: propose, and forget what was kept for a finished request."""
 
@@ -59,6 +67,13 @@ class Drafter(Protocol):
     def forget(self, request_id: str) -> None: ...
 
     def check_integrity(self) -> None: ...
+
+
+@runtime_checkable
+class ForesightDrafter(Protocol):
+    """A drafter that runs no model, and so can say beforehand whether it has anything."""
+
+    def will_propose(self, live: LiveRequest) -> bool: ...
 
 
 @runtime_checkable

@@ -12,7 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.drafter.base import NO_PROPOSAL, Drafter, DraftJob, ForwardListener, Proposal
+from engine.drafter.base import (
+    NO_PROPOSAL,
+    Drafter,
+    DraftJob,
+    DraftSource,
+    ForesightDrafter,
+    ForwardListener,
+    Proposal,
+)
 from engine.drafter.health import FailureBackOff, RequestMisses
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
@@ -97,6 +105,23 @@ class DrafterChain:
                 proposals[index] = replace(proposal, num_positions=spent)
         return proposals
 
+    def foresee(self, live: LiveRequest) -> DraftSource | None:
+        """Who would draft for a row now; None if nobody. Nothing is tried, nothing counted."""
+        now = self._clock()
+        for drafter in self._drafters:
+            if not (self._may_use(live, drafter) and self._back_offs[drafter.name].allows(now)):
+                continue
+            if self._is_given_up(live, drafter.name):
+                continue
+            if not isinstance(drafter, ForesightDrafter):
+                return DraftSource(drafter.name, is_free=False)
+            try:
+                if drafter.will_propose(live):
+                    return DraftSource(drafter.name, is_free=True)
+            except Exception as error:
+                self._fail(drafter, error, [live])
+        return None
+
     def after_forward(self, rows: Sequence[tuple[LiveRequest, ForwardRow]]) -> None:
         """Let the drafters that read the target's states have those of a forward."""
         for drafter, listener in self._listeners:
@@ -137,6 +162,12 @@ class DrafterChain:
         if misses is None or not job.max_drafts or not self._later(job.live, drafter.name):
             return True
         return misses.of(drafter.name).allows()
+
+    def _is_given_up(self, live: LiveRequest, name: str) -> bool:
+        misses = self._misses.get(live.request_id)
+        return (
+            misses is not None and self._later(live, name) and misses.of(name).num_rounds_left > 0
+        )
 
     def _later(self, live: LiveRequest, name: str) -> bool:
         """Whether the request may go on with a drafter further down the list."""

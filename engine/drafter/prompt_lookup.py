@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.drafter.base import NO_PROPOSAL, DraftJob, Proposal
+from engine.live_request import LiveRequest
 
 
 @dataclass(slots=True)
@@ -56,14 +57,19 @@ class PromptLookupDrafter:
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         return [self._propose(job) if job.max_drafts else NO_PROPOSAL for job in jobs]
 
+    def will_propose(self, live: LiveRequest) -> bool:
+        return bool(self._lookup(live, 1))
+
     def _propose(self, job: DraftJob) -> Proposal:
-        index = self._indexes.get(job.live.request_id)
+        return Proposal(self._lookup(job.live, job.max_drafts), drafter=self.name)
+
+    def _lookup(self, live: LiveRequest, max_drafts: int) -> tuple[int, ...]:
+        index = self._indexes.get(live.request_id)
         if index is None:
             index = NgramIndex(self._min_ngram, self._max_ngram)
-            self._indexes[job.live.request_id] = index
-        index.catch_up(job.live.token_ids)
-        token_ids = index.lookup(job.live.token_ids, job.max_drafts)
-        return Proposal(token_ids, drafter=self.name)
+            self._indexes[live.request_id] = index
+        index.catch_up(live.token_ids)
+        return index.lookup(live.token_ids, max_drafts)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.drafter.base import NO_PROPOSAL, DraftJob, Proposal
+from engine.live_request import LiveRequest
 
 _ROOT = 0
 _NOWHERE = -1
@@ -94,10 +95,17 @@ class SuffixDrafter:
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         return [self._propose(job) if job.max_drafts else NO_PROPOSAL for job in jobs]
 
+    def will_propose(self, live: LiveRequest) -> bool:
+        return self._caught_up(live).match_length >= self._min_match
+
+    def _caught_up(self, live: LiveRequest) -> SuffixAutomaton:
+        automaton = self._automata.setdefault(live.request_id, SuffixAutomaton())
+        automaton.catch_up(live.token_ids)
+        return automaton
+
     def _propose(self, job: DraftJob) -> Proposal:
         token_ids = job.live.token_ids
-        automaton = self._automata.setdefault(job.live.request_id, SuffixAutomaton())
-        automaton.catch_up(token_ids)
+        automaton = self._caught_up(job.live)
         if automaton.match_length < self._min_match:
             return NO_PROPOSAL
         # What follows the match may reach the newest token: a loop then goes on with itself.

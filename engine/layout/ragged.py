@@ -82,7 +82,7 @@ def plan_forward(
         position_ids=sent[1].unsqueeze(0),
         slots=sent[2],
         groups=tuple(
-            group.on_device(*sent[at : at + 3], cache.block_size)
+            group.on_device(sent[at], sent[at + 1], sent[at + 2], cache.block_size)
             for group, at in zip(groups, range(5, len(sent), 3), strict=True)
         ),
         output_index=sent[3],

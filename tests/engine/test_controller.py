@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 
 from engine.cost_table import CostTable
+from engine.drafter.base import DraftSource
 from engine.goodput import StepCosts
 from engine.live_request import LiveRequest
 from engine.speculation import AcceptanceEstimate, DraftLengths
@@ -149,6 +150,28 @@ def test_the_choice_does_not_flip_with_every_step() -> None:
             lengths.observe(live, count, accepted)
     flips = sum(a != b for a, b in itertools.pairwise(modes))
     assert flips < 40
+
+
+def test_each_drafter_is_judged_by_its_own_drafts() -> None:
+    """Refused drafts of a model must not keep a lookup that is always right from drafting."""
+    sources: dict[str, DraftSource | None] = {}
+    lengths = DraftLengths(
+        4, MACHINES["slow-cpu-draft-model"], lambda live: sources[live.request_id]
+    )
+    live = LiveRequest(request("a", [5, 6], mode="auto"), [5, 6])
+    for source, num_accepted in (
+        (DraftSource("model", False), 0),
+        (DraftSource("lookup", True), 4),
+    ):
+        sources["a"] = source
+        live.drafter = source.drafter
+        for _ in range(30):
+            lengths.observe(live, 4, num_accepted)
+    assert lengths.choose([live])["a"] == 4
+    sources["a"] = DraftSource("model", False)
+    assert lengths.choose([live])["a"] == 0
+    sources["a"] = None  # nobody has anything: nothing is planned, nothing probed
+    assert all(lengths.choose([live])["a"] == 0 for _ in range(300))
 
 
 def test_modes_and_caps_of_a_request_are_kept() -> None:

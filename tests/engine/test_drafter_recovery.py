@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.drafter.base import DraftJob, Proposal
+from engine.drafter.base import DraftJob, DraftSource, Proposal
 from engine.drafter.chain import DrafterChain
 from engine.drafter.health import FailureBackOff, MissBackOff
+from engine.drafter.prompt_lookup import PromptLookupDrafter
+from engine.drafter.suffix import SuffixDrafter
 from engine.live_request import LiveRequest
 from engine.stats import DrafterEvent, DrafterEventKind
 from tests.engine.driver import request, run, tiny_engine
@@ -42,6 +44,28 @@ def live(request_id: str = "a", **options: object) -> LiveRequest:
 def drafter_of(chain: DrafterChain, row: LiveRequest) -> str:
     (proposal,) = chain.propose([DraftJob(row, 4, 2)])
     return proposal.drafter
+
+
+@pytest.mark.parametrize(
+    "lookup", [PromptLookupDrafter(min_ngram=1, max_ngram=3), SuffixDrafter(min_match=1)]
+)
+def test_who_will_draft_is_known_beforehand(
+    lookup: PromptLookupDrafter | SuffixDrafter,
+) -> None:
+    chain = DrafterChain([lookup, Always("model")])
+    repeating = LiveRequest(request("repeating", [5, 6, 7, 5]), [5, 6, 7, 5])
+    prose = LiveRequest(request("prose", [5, 6, 7, 8]), [5, 6, 7, 8])
+    off = LiveRequest(request("off", [5, 6, 7, 5], mode="off"), [5, 6, 7, 5])
+    assert chain.foresee(repeating) == DraftSource(lookup.name, is_free=True)
+    assert chain.foresee(prose) == DraftSource("model", is_free=False)
+    assert chain.foresee(off) is None
+    assert DrafterChain([lookup]).foresee(prose) is None
+    for row in (repeating, prose):
+        assert drafter_of(chain, row) == chain.foresee(row).drafter  # type: ignore[union-attr]
+    # Refused too often: this request goes on with the model, and foresight knows it.
+    for _ in range(4):
+        chain.observe(repeating, lookup.name, 2, 0)
+    assert chain.foresee(repeating) == DraftSource("model", is_free=False)
 
 
 def test_a_failing_drafter_is_tried_again_after_a_pause_that_doubles() -> None:
