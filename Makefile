@@ -150,7 +150,7 @@ $(CHECKOV)/.installed:
 
 test-policies: $(STAMP) $(CHECKOV)/.installed ## checkov over the built manifests and the Dockerfile; fetches it first
 	rm -rf build/manifests && mkdir -p build/manifests && cp k8s/Dockerfile build/manifests
-	for folder in k8s/overlays/* k8s/training/cpu k8s/training/gpu k8s/experiment; do \
+	for folder in k8s/overlays/* k8s/training/cpu k8s/training/gpu k8s/multi-node k8s/experiment; do \
 	  $(VENV)/bin/kubectl kustomize $$folder > build/manifests/$$(echo $$folder | tr / -).yaml || exit 1; done
 	$(CHECKOV)/bin/checkov -d build/manifests --config-file k8s/checkov.yaml
 

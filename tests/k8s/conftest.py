@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.k8s.manifests import OVERLAYS, TRAINING, Resource, build
+from tests.k8s.manifests import MULTI_NODE, OVERLAYS, TRAINING, Resource, build
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -10,7 +10,7 @@ def resources(request: pytest.FixtureRequest) -> list[Resource]:
     return build(request.param)
 
 
-@pytest.fixture(params=[*OVERLAYS, *TRAINING])
+@pytest.fixture(params=[*OVERLAYS, *TRAINING, MULTI_NODE])
 def workloads(request: pytest.FixtureRequest) -> list[Resource]:
-    """Of an overlay, or of a training Job, which is applied beside one."""
+    """Of an overlay, of a training Job, which is applied beside one, or of several machines."""
     return build(request.param)

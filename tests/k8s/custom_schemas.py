@@ -4,6 +4,7 @@ Written from the published API references, closed: a field that the API does not
 
 - GRPCRoute: gateway.networking.k8s.io/v1, without filters, which no manifest here uses
 - SecretProviderClass: secrets-store.csi.x-k8s.io/v1
+- LeaderWorkerSet: leaderworkerset.x-k8s.io/v1; its pod templates are Kubernetes' own
 """
 
 from typing import Any
@@ -97,7 +98,34 @@ _PROVIDER = _closed(
         ),
     },
 )
+_COUNT_OR_SHARE = {
+    "oneOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^\d+%$"}]
+}
+_GROUPS = _closed(
+    ["leaderWorkerTemplate"],
+    replicas={"type": "integer", "minimum": 0},
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    networkConfig=_closed([], subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+    rolloutStrategy=_closed(
+        ["type"],
+        type={"const": "RollingUpdate"},
+        rollingUpdateConfiguration=_closed(
+            [],
+            partition={"type": "integer", "minimum": 0},
+            maxSurge=_COUNT_OR_SHARE,
+            maxUnavailable=_COUNT_OR_SHARE,
+        ),
+    ),
+    leaderWorkerTemplate=_closed(
+        ["workerTemplate"],
+        size={"type": "integer", "minimum": 1},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+        leaderTemplate={"type": "object", "required": ["spec"]},
+        workerTemplate={"type": "object", "required": ["spec"]},
+    ),
+)
 SCHEMAS = {
+    "LeaderWorkerSet": _resource("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _GROUPS),
     "GRPCRoute": _resource("gateway.networking.k8s.io/v1", "GRPCRoute", _ROUTE),
     "SecretProviderClass": _resource(
         "secrets-store.csi.x-k8s.io/v1", "SecretProviderClass", _PROVIDER

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 TRAINING = ["training/cpu", "training/gpu"]
+MULTI_NODE = "multi-node"
 
 Resource = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there
@@ -92,6 +93,11 @@ def pods(resources: list[Resource]) -> list[Pod]:
             template = spec["template"]
             owner = f"{resource['kind']}/{resource['metadata']['name']}"
             found.append(Pod(owner, template["metadata"]["labels"], template["spec"]))
+        if resource["kind"] == "LeaderWorkerSet":
+            for role in ("leader", "worker"):
+                template = spec["leaderWorkerTemplate"][f"{role}Template"]
+                owner = f"LeaderWorkerSet/{resource['metadata']['name']}/{role}"
+                found.append(Pod(owner, template["metadata"]["labels"], template["spec"]))
     assert found
     return found
 

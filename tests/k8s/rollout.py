@@ -91,6 +91,10 @@ class ServerProcess:
         }
 
     @property
+    def environ(self) -> dict[str, str]:
+        return self._environ
+
+    @property
     def process_id(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -31,6 +31,7 @@ from tests.k8s.manifests import (
 )
 
 SETTINGS = {f"TANDEM_{name.upper()}" for name in ServiceSettings.model_fields}
+OF_A_GROUP = {"LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"}  # by its controller
 FOREIGN = {
     "AWS_REGION",
     "HF_HUB_OFFLINE",
@@ -43,9 +44,11 @@ def test_every_variable_is_a_setting_or_part_of_an_argument(workloads: list[Reso
     for pod in pods(workloads):
         used = {name for container in pod.ours() for name in references(container)}
         for container in pod.ours():
-            variables = environment(workloads, container).keys()
+            variables = set(environment(workloads, container))
+            if pod.owner.startswith("LeaderWorkerSet/"):
+                variables |= OF_A_GROUP
             assert references(container) <= variables, f"{pod.owner} {container['name']}"
-            unknown = variables - SETTINGS - FOREIGN - used
+            unknown = variables - SETTINGS - FOREIGN - OF_A_GROUP - used
             assert not unknown, f"{pod.owner} {container['name']}"
 
 

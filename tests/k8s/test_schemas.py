@@ -11,7 +11,7 @@ from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as prometheus
 
 from tests.k8s.custom_schemas import SCHEMAS
-from tests.k8s.manifests import OVERLAYS, TRAINING, Resource, build, of_kind
+from tests.k8s.manifests import MULTI_NODE, OVERLAYS, TRAINING, Resource, build, of_kind
 
 OLDEST, NEWEST = "1.30", "1.37"  # the oldest with preStop sleep, and the newest that was tried
 MODELS = {
@@ -26,7 +26,7 @@ def _everything() -> list[Resource]:
     """The resources of all overlays and of what is applied beside them, each once."""
     found = {
         json.dumps(resource): resource
-        for name in (*OVERLAYS, *TRAINING, "experiment")
+        for name in (*OVERLAYS, *TRAINING, MULTI_NODE, "experiment")
         for resource in build(name)
     }
     return list(found.values())
@@ -36,7 +36,14 @@ def _everything() -> list[Resource]:
 def test_resources_fit_the_official_schemas(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = cache(kubernetes_validate.utils.schema_contents)  # megabytes, for every resource
     monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", read)
-    for resource in _everything():
+    templates = [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}, "template": found}
+        for groups in of_kind(_everything(), "LeaderWorkerSet")
+        for role, found in groups["spec"]["leaderWorkerTemplate"].items()
+        if role in ("leaderTemplate", "workerTemplate")
+    ]
+    assert len(templates) == 2
+    for resource in (*_everything(), *templates):
         if resource["kind"] not in SCHEMAS.keys() | MODELS.keys():
             kubernetes_validate.validate(resource, version, strict=True)
 
@@ -66,6 +73,8 @@ def test_custom_resources_without_a_package_fit_their_references(kind: str) -> N
         ("GRPCRoute", ["rules", 0, "backendRefs", 0, "port"], 0),
         ("GRPCRoute", ["hostnames", 0], "Tandem.example.com"),
         ("SecretProviderClass", ["secretObjects", 0, "data", 0, "name"], "x"),
+        ("LeaderWorkerSet", ["leaderWorkerTemplate", "restartPolicy"], "Always"),
+        ("LeaderWorkerSet", ["rolloutStrategy", "maxSurge"], 1),
         ("SecretProviderClass", ["parameters", "tenantId"], 5),
     ],
 )

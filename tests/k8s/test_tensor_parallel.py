@@ -6,13 +6,24 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.run
 
 from service.async_client import AsyncClient
-from tests.k8s.manifests import Resource, build, environment, launched, serve_container, serve_pod
+from tests.k8s.manifests import (
+    MULTI_NODE,
+    Resource,
+    build,
+    environment,
+    launched,
+    pods,
+    serve_container,
+    serve_pod,
+)
 from tests.k8s.rollout import ServerProcess
 from tests.k8s.test_policy import FLUSH_SECONDS
 from tests.tiny import save_tiny_model
@@ -46,29 +57,62 @@ def test_torchrun_waits_for_the_drain_and_the_kubelet_for_torchrun(split: list[R
     assert serve_pod(split).spec["terminationGracePeriodSeconds"] >= pre_stop + int(wait)
 
 
+_VARIABLES = {
+    "TANDEM_TENSOR_PARALLEL": "2",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+_PROGRAMS = Path(sys.executable).parent
+
+
+def _command(container: Mapping[str, Any], **changes: object) -> list[str | Path]:
+    """A manifest's own torchrun command, with some of its options changed."""
+    options, arguments = launched(container)
+    for name, value in changes.items():
+        flag = f"--{name.replace('_', '-')}="
+        options = [flag + str(value) if text.startswith(flag) else text for text in options]
+    return [_PROGRAMS / "torchrun", *options, _PROGRAMS / "tandem", *arguments]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class _SplitServer(ServerProcess):
     """`tandem serve` started by the overlay's own torchrun command, on processors."""
 
     def command(self) -> list[str | Path]:
-        options, arguments = launched(serve_container(build(OVERLAY)))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        options = [re.sub(r"--master-port=\d+", f"--master-port={port}", text) for text in options]
-        programs = Path(sys.executable).parent
-        return [programs / "torchrun", *options, programs / "tandem", *arguments]
+        return _command(serve_container(build(OVERLAY)), master_port=_free_port())
 
 
 def _server(tmp_path: Path) -> _SplitServer:
     model = save_tiny_model(tmp_path / "tiny", max_tokens=2048)
-    return _SplitServer(
-        model,
-        tmp_path / "home",
-        60.0,
-        TANDEM_TENSOR_PARALLEL="2",
-        GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1",
-    )
+    return _SplitServer(model, tmp_path / "home", 60.0, **_VARIABLES)
+
+
+class _Group(ServerProcess):
+    """The pods of a LeaderWorkerSet on this machine: a torchrun each, with one process each."""
+
+    worker: asyncio.subprocess.Process
+
+    def commands(self) -> list[list[str | Path]]:
+        found = [pod for pod in pods(build(MULTI_NODE)) if "LeaderWorkerSet" in pod.owner]
+        place = {"nnodes": 2, "nproc_per_node": 1, "master_addr": "127.0.0.1"}
+        port = _free_port()
+        return [
+            _command(pod.spec["containers"][0], **place, node_rank=rank, master_port=port)
+            for rank, pod in enumerate(found)
+        ]
+
+    async def start(self) -> None:
+        leader, worker = self.commands()
+        self.command = lambda: leader  # type: ignore[method-assign]
+        self.worker = await asyncio.create_subprocess_exec(
+            *worker, env=self.environ, stderr=asyncio.subprocess.DEVNULL
+        )
+        await super().start()
 
 
 def _children(process_id: int) -> list[int]:
@@ -121,3 +165,21 @@ async def test_without_its_leader_nothing_stays(tmp_path: Path) -> None:
         assert await server.wait() != 0
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_the_pods_of_a_group_serve_together_and_end_together(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    group = _Group(model, tmp_path / "home", 10.0, **_VARIABLES)
+    try:
+        await group.start()
+        async with AsyncClient(f"127.0.0.1:{group.port}") as client:
+            result = await client.generate("the quick", max_tokens=20, ignore_eos=True).result()
+            assert len(result.token_ids) == 20
+        await group.terminate()
+        assert await asyncio.wait_for(group.worker.wait(), 60) == 0  # it was told
+    finally:
+        group.kill()
+        if group.worker.returncode is None:
+            group.worker.kill()
