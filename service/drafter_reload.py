@@ -87,12 +87,27 @@ class DrafterReload:
             except BaseException:
                 await self._remove(added)
                 raise
+            self._warn_of_moved(experiment, names)
             self._experiments.take(experiment, names)
             leaving = self._loaded - wanted.sources.keys()
             self._loaded = frozenset(wanted.sources)
             self._tell(names, leaving)
             await self._shadow(experiment, names)
             await self._remove(leaving)
+
+    def _warn_of_moved(self, experiment: Experiment | None, names: DrafterNames) -> None:
+        """Somebody promoted or rolled back what an experiment compares, while it runs."""
+        running, before = self._experiments.running, self._experiments.names.versions
+        if experiment is None or running is None or experiment != self._experiments.as_read:
+            return
+        if not any(candidate.weight for candidate in running.candidates):
+            return
+        for name in experiment.drafters:
+            if before.get(name, names.versions.get(name)) != names.versions.get(name):
+                _log.warning(
+                    "experiment %s: %s is another version now, so that what was observed is no "
+                    "evidence any more; give it a new started_at", experiment.name, name,
+                )  # fmt: skip
 
     async def _shadow(self, experiment: Experiment | None, names: DrafterNames) -> None:
         plans: list[tuple[tuple[str, ...], float]] = []

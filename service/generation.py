@@ -165,29 +165,25 @@ class _Run:
 
     def started(self) -> Started:
         order, request = self._order, next(iter(self._completions.values())).request
+        info, num_prompt_tokens = self.serving.info, self._num_prompt_tokens
         resumed_text = ""
         if order.resume_token_ids:
             resumed_text = self._completions[request.request_id].text.resume(order.resume_token_ids)
         return Started(
             request_id=order.request_id,
             model=self.serving.model_name,
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
             seed=request.sampling.seed,
-            max_tokens=min(
-                order.stopping.max_tokens,
-                self.serving.info.max_model_tokens - self._num_prompt_tokens,
-            ),
-            guarantee=self.serving.info.guarantee,
+            max_tokens=min(order.stopping.max_tokens, info.max_model_tokens - num_prompt_tokens),
+            guarantee=info.guarantee,
             prompt_token_ids=(
-                request.prompt_token_ids[: self._num_prompt_tokens]
-                if order.wants_prompt_token_ids
-                else ()
+                request.prompt_token_ids[:num_prompt_tokens] if order.wants_prompt_token_ids else ()
             ),
             resumed_text=resumed_text,
             variant=self._variant,
             speculation=self.serving.speculation_in_force(request.speculation),
             acceptance_rule=request.sampling.acceptance_rule,
-            layout=self.serving.info.layout,
+            layout=info.layout,
         )
 
     @property
