@@ -1,12 +1,15 @@
 """Small ledgers with known content, written straight into the ledger's tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert
+from sqlalchemy import Engine, event, insert
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.orm import Session
 
 from telemetry.ledger.models import (
@@ -94,7 +97,7 @@ class LedgerFill:
     ) -> int:
         """Append a request row; returns its ledger_id."""
         self.num_requests += 1
-        ledger_id = values.pop("ledger_id", self.num_requests)
+        ledger_id: int = values.pop("ledger_id", self.num_requests)
         row = {
             **request_row(ledger_id, finished_at),
             "recorded_at": recorded_at or finished_at,
@@ -178,8 +181,28 @@ class LedgerFill:
             session.execute(insert(table), [row])
             session.commit()
 
-    def _session(self) -> Session:
-        return Session(open_ledger(self.url))
+    @contextmanager
+    def _session(self) -> Iterator[Session]:
+        # Closed after each use: some tests fork, and no connection to SQLite survives that.
+        try:
+            with Session(self._engine) as session:
+                yield session
+        finally:
+            self._engine.dispose()
+
+    @cached_property
+    def _engine(self) -> Engine:
+        engine = open_ledger(self.url)
+        if engine.dialect.name == "sqlite":
+            event.listen(engine, "connect", _without_fsync)
+        return engine
+
+
+def _without_fsync(connection: DBAPIConnection, _: object) -> None:
+    # These ledgers need not outlive a power failure.
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA synchronous=OFF")
+    cursor.close()
 
 
 def request_row(ledger_id: int, finished_at: datetime) -> dict[str, Any]:

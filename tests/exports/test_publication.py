@@ -135,13 +135,15 @@ def test_a_full_disk_leaves_the_old_version(ledger: LedgerFill, tmp_path: Path) 
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192));"
         "from service.cli_export import app; app()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, "--ledger", ledger.url, "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    with open_ledger(ledger.url).connect() as server:
+        server.execute(text("SELECT count(*) FROM requests"))  # it keeps SQLite's shared memory
+        result = subprocess.run(
+            [sys.executable, "-c", program, "--ledger", ledger.url, "--out", str(out)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
     assert result.returncode == TargetError.exit_code, result.stderr
     assert "cannot write" in result.stderr
     assert complete_version(out) == (1, 2)
