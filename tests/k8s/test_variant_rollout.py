@@ -1,4 +1,4 @@
-"""A changed ConfigMap changes the shares of an experiment on a server that goes on serving."""
+"""A changed ConfigMap loads heads and changes shares on a server that goes on serving."""
 
 import asyncio
 import re
@@ -69,7 +69,6 @@ async def test_new_weights_come_into_force_without_a_restart(tmp_path: Path) -> 
         tmp_path / "home",
         10.0,
         TANDEM_REGISTRY=str(_registry(tmp_path, model)),
-        TANDEM_HEADS='["chat", "chat@0002"]',
         TANDEM_EXPERIMENT_FILE=str(mount / path.name),
         TANDEM_RELOAD_SECONDS="0.2",
     )
