@@ -22,13 +22,18 @@ from service.experiments.specification import Experiment
 from service.experiments.tally import Tally
 
 _LOOKS_TO_SETTLE = 2
+_SLOTS_TO_CLOSE = 3  # after its last request a slot's figures change no more
 
 
 class Reader(Protocol):
     """Feeds the tally that it was made with."""
 
     def advance(self, now: datetime) -> int:
-        """Everything that was recorded by `now` and not read yet."""
+        """Everything that was recorded by `now` and not read yet; how many requests."""
+        ...
+
+    def next_at(self, after: datetime) -> datetime | None:
+        """The first instant at which there is more to read than at `after`; None without any."""
         ...
 
 
@@ -63,7 +68,7 @@ class CanaryRun:
         self._open_reader = open_reader
         self._max_draft_tokens = max_draft_tokens
         self._shares = experiment.shares
-        self._looked_at = experiment.started_at
+        self._looked_at = self._busy_at = experiment.started_at
         self._end: Decision | None = None
         self._stage, self.tally, self._reader = self._begin(0, experiment.started_at)
         self.decision = self._judge(experiment.started_at)
@@ -78,11 +83,25 @@ class CanaryRun:
         step = timedelta(seconds=self.experiment.canary_check_seconds)
         while self._end is None and self._looked_at + step <= now:
             at = self._looked_at + step
-            self._reader.advance(at)
+            if self._reader.advance(at):
+                self._busy_at = at
             self._looked_at = at
             self.decision = self._judge(at)
             self._act(at)
+            self._skip(now, step)
         return self.decision
+
+    def _skip(self, now: datetime, step: timedelta) -> None:
+        """Past the looks that would see nothing new: nights, and the time since an old start."""
+        slots = self.experiment.slots
+        open_for = timedelta(seconds=_SLOTS_TO_CLOSE * slots.slot_seconds if slots else 0)
+        if self._end is not None or self._looked_at <= self._busy_at + open_for:
+            return
+        until = self._reader.next_at(self._looked_at)
+        num = (now - self._looked_at) // step
+        if until is not None:
+            num = min(num, -((self._looked_at - until) // step) - 1)
+        self._looked_at += max(0, num) * step
 
     def _act(self, at: datetime) -> None:
         is_last = self._stage.index + 1 == len(self._shares)

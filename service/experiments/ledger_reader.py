@@ -48,6 +48,17 @@ class LedgerReader:
                 self._tally.add_divergence(variant)
         return count
 
+    def next_at(self, after: datetime) -> datetime | None:
+        """The first instant at which `advance` would see rows that were too new for it at
+        `after`; None where there are none yet. Raises SQLAlchemyError."""
+        with Session(self._engine) as session:
+            found = [
+                session.scalar(select(func.min(column)).where(column > after - LAG))
+                for column in (models.Request.recorded_at, models.AuditResult.recorded_at)
+            ]
+        known = [at for at in found if at is not None]
+        return min(known) + LAG if known else None
+
     def _requests(self, session: Session, now: datetime) -> Iterator[Observation]:
         experiment, request = self._tally.experiment, models.Request
         names = [variant.name for variant in experiment.variants]

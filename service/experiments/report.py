@@ -51,7 +51,7 @@ def render(standing: Standing) -> str:
             f"{_length(found.acceptance)} |"
         )
     if standing.stage:
-        lines += ["", f"It promotes by itself: {standing.stage}, of which these figures are."]
+        lines += ["", f"Promotes by itself: {standing.stage}, of which these figures are."]
     for name, decision in standing.decisions.items():
         lines += ["", f"## {name}: {_WORDS[decision.action.value]}", "", f"Rule: {decision.rule}."]
         lines += ["", "| rail | tolerated | found | broken |", "|---|---|---|---|"]

@@ -4,12 +4,14 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from engine.drafter.registry import HeadRegistry
+from service import cli_experiment
 from service.experiments.assignment import assign
 from service.experiments.canary import CanaryRun, Stage
 from service.experiments.guard_rails import Action, GuardRails
@@ -47,13 +49,20 @@ class _Feed:
 
     def __init__(self, rows: list[Observation], tally: Tally) -> None:
         self._rows, self._tally, self._read = rows, tally, 0
+        self.num_looks = 0
 
     def advance(self, now: datetime) -> int:
         first = self._read
         while self._read < len(self._rows) and self._rows[self._read].at <= now.timestamp():
             self._tally.add(self._rows[self._read])
             self._read += 1
+        self.num_looks += 1
         return self._read - first
+
+    def next_at(self, after: datetime) -> datetime | None:
+        return next(
+            (at for row in self._rows if (at := datetime.fromtimestamp(row.at, UTC)) > after), None
+        )
 
 
 def _open(rows: list[Observation], of: Experiment) -> CanaryRun:
@@ -139,6 +148,42 @@ def test_whoever_looks_whenever_goes_through_the_same_stages_at_the_same_instant
     assert set(seen) <= set(stages)
 
 
+class _Sleepless(_Feed):
+    """Always has something new to say, so that no look is left out."""
+
+    def next_at(self, after: datetime) -> datetime | None:
+        return after
+
+
+@pytest.mark.parametrize("slot_seconds", [None, 240.0])
+def test_looks_that_would_see_nothing_new_are_left_out_and_nothing_else_changes(
+    slot_seconds: float | None,
+) -> None:
+    of = replace(_experiment(min_slot_requests=5), slot_seconds=slot_seconds)
+    _, rows, _ = _live(of, Truth(acceptance=1.1), seed=3, num_minutes=90)
+    night = timedelta(hours=9).total_seconds()
+    rows = [row if row.at % 7200 < 3600 else replace(row, at=row.at + night) for row in rows]
+    rows.sort(key=lambda row: row.at)
+    feeds: list[_Feed] = []
+
+    def open_feed(kind: type[_Feed]) -> CanaryRun:
+        def reader(tally: Tally) -> _Feed:
+            feeds.append(kind(rows, tally))
+            return feeds[-1]
+
+        return CanaryRun(of, reader, max_draft_tokens=4)
+
+    end = STARTED_AT + timedelta(days=3)
+    skipping, sleepless = open_feed(_Feed), open_feed(_Sleepless)
+    for hour in (1, 3, 11, 72):
+        now = STARTED_AT + timedelta(hours=hour)
+        assert skipping.look(now) == sleepless.look(now)
+        assert skipping.stage == sleepless.stage
+    looks = [sum(f.num_looks for f in feeds if type(f) is kind) for kind in (_Feed, _Sleepless)]
+    assert looks[0] < looks[1] / 4
+    assert skipping.look(end) == sleepless.look(end)
+
+
 def test_requests_of_the_stage_before_are_no_evidence() -> None:
     """While a share changes, servers disagree for a look; two looks are not counted."""
     run, rows, stages = _live(_experiment(), Truth(acceptance=1.4), seed=3)
@@ -171,8 +216,8 @@ class _Servers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._url = f"sqlite:///{folder}/ledger.db"
-        migrate(self._url)
+        self.url = f"sqlite:///{folder}/ledger.db"
+        migrate(self.url)
         (folder / "experiment.toml").write_text(_FILE)
         self.registry = HeadRegistry(folder / "registry")
         for content in ("old", "new"):
@@ -191,7 +236,7 @@ class _Servers:
         live.take(live.read(), DrafterNames())
         watch = ExperimentWatch(
             live,
-            lambda: open_ledger(self._url, read_only=True),
+            lambda: open_ledger(self.url, read_only=True),
             max_draft_tokens=4,
             interval_seconds=30,
             promote=lambda of, decision: promote_candidate(self.registry, of, decision),
@@ -215,7 +260,7 @@ class _Servers:
                 latency=LatencySummary(2.0, 0.25, 0.5, 0.01, 0.02),
             )
             rows.append(replace(record, started_at=self.now, finished_at=self.now))
-        engine = open_ledger(self._url)
+        engine = open_ledger(self.url)
         LedgerStore(engine).write(rows, may_exist=False)
         with engine.begin() as connection:  # the ledger's clock is this test's
             connection.exec_driver_sql(
@@ -270,6 +315,21 @@ async def test_a_candidate_that_loses_is_rolled_back_by_all_and_promoted_by_none
     assert servers.registry.pointer("chat").current == "0001"
     for live, _ in servers.servers:
         assert list(live.variants) == ["control"]
+
+
+def test_status_and_report_say_which_stage_it_is_in(tmp_path: Path) -> None:
+    servers = _Servers(tmp_path)
+    for minute in range(4):
+        servers.serve(minute, accepted=12)
+        servers.now += _MINUTE
+    for command in ("status", "report"):
+        told = CliRunner().invoke(
+            cli_experiment.app,
+            [command, str(tmp_path / "experiment.toml"), "--ledger", servers.url],
+            env={"TANDEM_HOME": str(tmp_path / "home")},
+        )
+        assert told.exit_code == 0, told.output
+        assert "romotes by itself: stage 1 of 3, 10% of the requests" in told.output
 
 
 @pytest.mark.parametrize(
