@@ -24,6 +24,14 @@ class RowOutlook:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSource:
+    """Who would draft for a row in the coming step. is_free: without a forward of any model."""
+
+    drafter: str
+    is_free: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepCosts:
     """target: a verification. drafter: one drafting forward, by rows; None if it is free.
 

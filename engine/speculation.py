@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.cost_table import CostTable
-from engine.drafter.base import DraftSource
-from engine.goodput import RowOutlook, StepCosts, plan_drafts
+from engine.goodput import DraftSource, RowOutlook, StepCosts, plan_drafts
 from engine.live_request import LiveRequest
 from engine.request import SpeculationMode
 from engine.stats import StepStats

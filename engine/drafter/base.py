@@ -46,14 +46,6 @@ class Proposal:
 NO_PROPOSAL = Proposal()
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSource:
-    """Who would draft for a row in the coming step. is_free: without a forward of any model."""
-
-    drafter: str
-    is_free: bool
-
-
 class Drafter(Protocol):
     """A strategy: propose, and forget what was kept for a finished request."""
 

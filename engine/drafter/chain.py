@@ -16,12 +16,12 @@ from engine.drafter.base import (
     NO_PROPOSAL,
     Drafter,
     DraftJob,
-    DraftSource,
     ForesightDrafter,
     ForwardListener,
     Proposal,
 )
 from engine.drafter.health import FailureBackOff, RequestMisses
+from engine.goodput import DraftSource
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
 from engine.stats import DrafterEvent, DrafterEventKind

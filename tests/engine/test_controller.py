@@ -13,8 +13,7 @@ from functools import cache
 import pytest
 
 from engine.cost_table import CostTable
-from engine.drafter.base import DraftSource
-from engine.goodput import StepCosts
+from engine.goodput import DraftSource, StepCosts
 from engine.live_request import LiveRequest
 from engine.speculation import AcceptanceEstimate, DraftLengths
 from tests.engine.driver import request

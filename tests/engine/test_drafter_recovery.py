@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.drafter.base import DraftJob, DraftSource, Proposal
+from engine.drafter.base import DraftJob, Proposal
 from engine.drafter.chain import DrafterChain
 from engine.drafter.health import FailureBackOff, MissBackOff
 from engine.drafter.prompt_lookup import PromptLookupDrafter
 from engine.drafter.suffix import SuffixDrafter
+from engine.goodput import DraftSource
 from engine.live_request import LiveRequest
 from engine.stats import DrafterEvent, DrafterEventKind
 from tests.engine.driver import request, run, tiny_engine
