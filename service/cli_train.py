@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.models import ModelError, default_home, resolve_model
+from service.cli_train_outcome import friendly
+from service.models import default_home, resolve_model
 
 if TYPE_CHECKING:
     from engine.training.recipe import Recipe
@@ -34,7 +35,7 @@ def plan(
     changes: _Changes = None,
 ) -> None:
     """Measure this machine for a minute and say what a budget buys."""
-    with _friendly():
+    with friendly():
         from engine.training.planning import make_plan
 
         run = _run(out, recipe, target, threads, changes)
@@ -50,7 +51,7 @@ def data(
     changes: _Changes = None,
 ) -> None:
     """Have the target answer the prompts."""
-    with _friendly():
+    with friendly():
         from engine.training.data_stage import make_data
 
         run = _run(out, recipe, target, threads, changes)
@@ -66,7 +67,7 @@ def cache(
     changes: _Changes = None,
 ) -> None:
     """Capture the target's hidden states over the answers."""
-    with _friendly():
+    with friendly():
         from engine.training.feature_stage import make_features
 
         make_features(_run(out, recipe, target, threads, changes))
@@ -81,7 +82,7 @@ def distill(
     changes: _Changes = None,
 ) -> None:
     """Distil the target into a head; goes on where it was stopped."""
-    with _friendly():
+    with friendly():
         from engine.training.stages import distill as run_distill
 
         typer.echo(run_distill(_run(out, recipe, target, threads, changes)))
@@ -97,7 +98,7 @@ def variational(
     changes: _Changes = None,
 ) -> None:
     """Train on whole draft paths: rounds of expectation and maximisation."""
-    with _friendly():
+    with friendly():
         from engine.training.stages import variational as run_variational
 
         typer.echo(run_variational(_run(out, recipe, target, threads, changes), start))
@@ -116,7 +117,7 @@ def control(
     changes: _Changes = None,
 ) -> None:
     """Spend the variational stage's time on more distillation, to compare with."""
-    with _friendly():
+    with friendly():
         from engine.training.stages import control as run_control
 
         run = _run(out, recipe, target, threads, changes)
@@ -137,7 +138,7 @@ def evaluate(
 ) -> None:
     """Replay heads over the target's own answers: exact, with confidence intervals; any number
     of heads is compared pairwise."""
-    with _friendly():
+    with friendly():
         _evaluate(
             heads,
             prompts,
@@ -164,7 +165,7 @@ def run(
     changes: _Changes = None,
 ) -> None:
     """All stages, from a recipe or from no more than a target and a time budget."""
-    with _friendly():
+    with friendly():
         from engine.training.whole_run import train_whole
 
         started = _run(out, recipe, target, threads, changes)
@@ -269,23 +270,3 @@ def _seconds(text: str) -> float:
         return float(text[:-1]) * units[text[-1]]
     except (ValueError, KeyError, IndexError):
         raise TrainingError(f"budget: {text!r} is no time; write 45s, 30m, 2h or 1d") from None
-
-
-class _friendly:  # noqa: N801 - used as a statement
-    """Turns refusals into one line on standard error and an exit code."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            return
-        from engine.training.errors import TrainingError
-        from engine.training.trainer import EXIT_STOPPED, StoppedError
-
-        if isinstance(error, StoppedError):
-            typer.echo("stopped; run the same command again to go on", err=True)
-            raise typer.Exit(EXIT_STOPPED) from error
-        if isinstance(error, TrainingError | ModelError | ValueError | OSError):
-            typer.echo(f"tandem train: {error}", err=True)
-            raise typer.Exit(2) from error

@@ -45,9 +45,10 @@ def train(
         {**material.card, "stage": stage},
         run.accelerator,
     )
-    trainer.run(max_seconds=max_minutes * 60 or None)
+    state = trainer.run(max_seconds=max_minutes * 60 or None)
     if run.accelerator.is_main_process:
-        write_provenance(folder, settings=json.loads(json.dumps(settings, default=plain)))
+        told = json.loads(json.dumps(settings, default=plain))
+        write_provenance(folder, settings=told, seconds=state.seconds)
     best = trainer.best_folder
     if best is None:
         raise TrainingError(f"{folder}: no checkpoint was written")
@@ -120,6 +121,12 @@ def control(run: Run, start: Path, objective: str, num_steps: int, max_minutes: 
     """More distillation from the same start, for as long as the variational stage took."""
     settings = _continued(run, objective, num_steps)
     return train(make_material(run, start), f"control-{objective}", settings, max_minutes)
+
+
+def spent_minutes(run: Run, stage: str) -> float:
+    """What a finished stage took, interruptions left out."""
+    told = json.loads((run.folder / stage / "provenance.json").read_text())
+    return float(told["seconds"]) / 60
 
 
 def _continued(run: Run, objective: str, num_steps: int) -> TrainSettings:

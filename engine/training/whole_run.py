@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from engine.training.language import language_reader
 from engine.training.material import held_out, make_material, make_teacher
 from engine.training.planning import make_plan
 from engine.training.run import Run
-from engine.training.stages import control, distill, variational
+from engine.training.stages import control, distill, spent_minutes, variational
 
 _STEPS_WITHOUT_END = 1_000_000
+_LEAST_MINUTES = 1 / 60
 
 
 def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
@@ -36,9 +36,8 @@ def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
     make_data(run.folder / "data", run.recipe)
     make_features(run)
     distilled = distill(run)
-    begun = time.monotonic()
     heads = {"distilled": distilled, "variational": variational(run, distilled)}
-    minutes = max(time.monotonic() - begun, 1.0) / 60
+    minutes = max(spent_minutes(run, "variational"), _LEAST_MINUTES)
     for objective in run.recipe.variational.control_objectives:
         steps = _STEPS_WITHOUT_END
         heads[f"control-{objective}"] = control(run, distilled, objective, steps, minutes)

@@ -88,3 +88,24 @@ def test_generate_without_a_server_runs_a_private_one(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "tokens (" in done.stderr
     assert (tmp_path / "ledger.db").exists()
+
+
+def test_sigterm_ends_training_outside_of_its_steps_with_a_status_to_go_on_after(
+    tmp_path: Path,
+) -> None:
+    """A container's first process ignores signals that it does not handle."""
+    program = (
+        "import signal, typer; from service.cli_train_outcome import friendly\n"
+        "try:\n"
+        "    with friendly():\n"
+        "        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "except typer.Exit as ended:\n"
+        "    raise SystemExit(ended.exit_code)\n"
+    )
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True
+    )
+    assert ended.returncode == 75, ended.stderr
+    assert "go on" in ended.stderr

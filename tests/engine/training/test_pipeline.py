@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from engine.config import EngineConfig, SpeculationConfig
 from engine.engine import Engine
+from engine.training import whole_run
 from engine.training.capture import Capturer
 from engine.training.conversations import read_conversations
 from engine.training.data_stage import make_data
@@ -23,6 +24,7 @@ from engine.training.feature_cache import FeatureCache
 from engine.training.feature_stage import make_features
 from engine.training.material import make_material
 from engine.training.recipe import DistillRecipe, HeadRecipe, load_recipe
+from engine.training.run import Run
 from engine.training.stages import distill, train, variational
 from engine.training.trainer import TrainSettings
 from tests.engine.driver import request, run
@@ -54,6 +56,24 @@ def test_all_stages_run_and_the_last_head_can_be_served(tmp_path: Path) -> None:
     )
     outcome = run(engine, [request("a", [5, 9, 17], max_tokens=8)])
     assert outcome.stats["a"].num_draft_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_gives_the_controls_the_time_that_the_variational_stage_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ = prepared_run(tmp_path)
+    best = variational(run_, distill(run_))
+    spent = json.loads((run_.folder / "variational/provenance.json").read_text())["seconds"]
+    given: list[float] = []
+
+    def control(run: Run, start: Path, objective: str, steps: int, minutes: float) -> Path:
+        given.append(minutes)
+        return best
+
+    monkeypatch.setattr(whole_run, "control", control)
+    whole_run.train_whole(run_, None)  # nothing is left to do but the controls
+    assert given == [max(spent, 1.0) / 60] * len(run_.recipe.variational.control_objectives)
 
 
 def test_captured_features_equal_a_plain_forward_whatever_their_neighbours() -> None:
