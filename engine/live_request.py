@@ -47,6 +47,7 @@ class LiveRequest:
     num_preemptions: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
+    accepted_per_length: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
     drafter: str = ""
 
@@ -108,6 +109,9 @@ class LiveRequest:
             counts.extend([0] * (num_drafts - len(counts)))
             for position in range(count):
                 counts[position] += 1
+        missing = len(self.drafted_per_position) - len(self.accepted_per_length)
+        self.accepted_per_length.extend([0] * missing)
+        self.accepted_per_length[num_drafts - 1] += num_accepted
         missing = num_accepted + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         self.acceptance_histogram[num_accepted] += 1
@@ -140,6 +144,7 @@ class LiveRequest:
             num_preemptions=self.num_preemptions,
             drafted_per_position=tuple(self.drafted_per_position),
             accepted_per_position=tuple(self.accepted_per_position),
+            accepted_per_length=tuple(self.accepted_per_length),
             acceptance_histogram=tuple(self.acceptance_histogram),
             drafter=self.drafter,
             seed=request.sampling.seed,

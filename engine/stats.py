@@ -76,7 +76,9 @@ class RequestStats:
 
     first_scheduled_at, first_token_at and last_token_at are None when that never happened.
     drafted_per_position[i] counts drafts that had a token at position i (0-based), and
-    accepted_per_position[i] those accepted there; both have the same length.
+    accepted_per_position[i] those accepted there. accepted_per_length[i] counts the tokens
+    accepted out of drafts of exactly i + 1 tokens, and there were drafted_per_position[i] -
+    drafted_per_position[i + 1] of these. All three have the same length.
     acceptance_histogram[n] counts verify steps that accepted exactly n drafted tokens.
     Identity: num_output_tokens = num_plain_steps + num_verify_steps + num_emitted_accepted_tokens
     - num_cut_tokens, where num_cut_tokens counts recovered or bonus tokens that a stop cut.
@@ -105,6 +107,7 @@ class RequestStats:
     num_preemptions: int
     drafted_per_position: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
+    accepted_per_length: tuple[int, ...]
     acceptance_histogram: tuple[int, ...]
     drafter: str  # the name of the drafter that proposed last; "" when none ever did
     seed: int

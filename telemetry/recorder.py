@@ -157,6 +157,7 @@ class Recorder:
             counts=TokenCounts(**{name: getattr(stats, name) for name in _COUNT_NAMES}),
             drafted_per_position=tuple(stats.drafted_per_position),
             accepted_per_position=tuple(stats.accepted_per_position),
+            accepted_per_length=tuple(stats.accepted_per_length),
             drafter=self._drafter(stats.drafter),
             finish_reason=str(stats.finish_reason),
             error=None if stats.error is None else bounded_text(stats.error, MAX_ERROR_CHARACTERS),

@@ -223,6 +223,7 @@ class FakeEngine:
             num_preemptions=0,
             drafted_per_position=(),
             accepted_per_position=(),
+            accepted_per_length=(),
             acceptance_histogram=(),
             drafter="",
             seed=row.request.sampling.seed,

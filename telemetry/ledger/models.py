@@ -288,6 +288,8 @@ class RequestAcceptance(Base):
     Acceptance is a prefix, so the rest follows: rounds that drafted exactly n tokens are
     num_drafted[n-1] - num_drafted[n], rounds that accepted exactly n are
     num_accepted[n-1] - num_accepted[n] (for n = 0: num_verify_steps - num_accepted[0]).
+    What does not follow is num_accepted_of_length: the tokens accepted in the rounds that
+    drafted exactly position + 1 tokens. NULL in rows from before it was counted.
     """
 
     __tablename__ = "request_acceptance"
@@ -298,6 +300,7 @@ class RequestAcceptance(Base):
     finished_on: Mapped[date]  # that of the request
     num_drafted: Mapped[int]
     num_accepted: Mapped[int]
+    num_accepted_of_length: Mapped[int | None]
 
 
 class CapacityInterval(Base):

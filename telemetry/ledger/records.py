@@ -179,7 +179,10 @@ class LatencySummary:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A finished attempt. `revision` > 0 corrects the row `supersedes_ledger_id`."""
+    """A finished attempt. `revision` > 0 corrects the row `supersedes_ledger_id`.
+
+    accepted_per_length is None in journals from before it was counted.
+    """
 
     record_id: str
     instance_id: str
@@ -195,6 +198,7 @@ class RequestRecord:
     sampling: SamplingSummary = field(default_factory=SamplingSummary)
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    accepted_per_length: tuple[int, ...] | None = None
     model: ModelRecord | None = None
     drafter: DrafterRecord | None = None
     variant: str | None = None
@@ -212,6 +216,12 @@ class RequestRecord:
     def __post_init__(self) -> None:
         if len(self.drafted_per_position) != len(self.accepted_per_position):
             raise ValueError("drafted and accepted per position differ in length")
+        by_length = self.accepted_per_length
+        if by_length is not None and (
+            len(by_length) != len(self.accepted_per_position)
+            or sum(by_length) != sum(self.accepted_per_position)
+        ):
+            raise ValueError("accepted_per_length does not add up to accepted_per_position")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ REQUEST_COLUMNS = (
 )  # fmt: skip
 ACCEPTANCE_COLUMNS = (
     "request_ledger_id", "position", "finished_on", "num_drafted", "num_accepted",
+    "num_accepted_of_length",
 )  # fmt: skip
 START_COLUMNS = (
     "record_id", "instance_id", "request_id", "attempt", "started_at", "model_key",
@@ -128,11 +129,10 @@ def request_row(
 def acceptance_rows(record: RequestRecord, ledger_id: int) -> list[tuple[Any, ...]]:
     """Values in the order of ACCEPTANCE_COLUMNS, one row for each position ever drafted."""
     day = finished_on(record).isoformat()
-    pairs = zip(record.drafted_per_position, record.accepted_per_position, strict=True)
-    return [
-        (ledger_id, position, day, num_drafted, num_accepted)
-        for position, (num_drafted, num_accepted) in enumerate(pairs)
-    ]
+    drafted, accepted = record.drafted_per_position, record.accepted_per_position
+    of_length = record.accepted_per_length
+    counts = zip(drafted, accepted, of_length or [None] * len(drafted), strict=True)
+    return [(ledger_id, position, day, *values) for position, values in enumerate(counts)]
 
 
 def start_row(

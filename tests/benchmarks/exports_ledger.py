@@ -45,7 +45,8 @@ hashes AS (
 ACCEPTANCE = """
 INSERT INTO request_acceptance
 SELECT ledger_id, position, finished_on, num_verify_steps * (8 - position) / 8,
-    num_verify_steps * (5 - position) / 8
+    num_verify_steps * (5 - position) / 8,
+    CASE WHEN position = 3 THEN num_accepted_tokens ELSE 0 END
 FROM requests CROSS JOIN (
     SELECT 0 AS position UNION ALL SELECT 1 UNION ALL SELECT 2 UNION ALL SELECT 3
 ) p

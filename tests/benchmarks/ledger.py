@@ -70,7 +70,10 @@ def rows_per_second(url: str, folder: Path, num_requests: int) -> float:
 
 def _request(number: int) -> RequestRecord:
     return request_record(
-        f"r{number}", drafted_per_position=(5, 4, 3, 1), accepted_per_position=(4, 3, 1, 0)
+        f"r{number}",
+        drafted_per_position=(5, 4, 3, 1),
+        accepted_per_position=(4, 3, 1, 0),
+        accepted_per_length=(1, 2, 2, 3),
     )
 
 

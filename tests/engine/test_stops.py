@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from engine.live_request import LiveRequest
 from engine.request import FinishReason, RequestError, SamplingParams
 from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.tiny import EOS_TOKEN_ID, related_draft, tiny_llama, tiny_tokenizer
@@ -48,7 +49,21 @@ def check_counts(outcome: Outcome, request_id: str = "a") -> None:
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
     assert sum(stats.drafted_per_position) == stats.num_draft_tokens
     assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+    assert sum(stats.accepted_per_length) == stats.num_accepted_tokens
+    assert len(stats.accepted_per_length) == len(stats.drafted_per_position)
+    num_drafts = [*stats.drafted_per_position, 0]
+    for length, num_accepted in enumerate(stats.accepted_per_length, start=1):
+        assert num_accepted <= length * (num_drafts[length - 1] - num_drafts[length])
     assert sum(stats.acceptance_histogram) == stats.num_verify_steps
+
+
+def test_accepted_tokens_are_counted_by_the_length_of_their_draft() -> None:
+    live = LiveRequest(request("a", PROMPT, max_tokens=64), list(PROMPT))
+    for num_drafts, num_accepted in ((2, 1), (0, 0), (4, 1), (2, 2), (4, 3), (1, 0)):
+        live.count_verification(num_drafts, num_accepted, num_accepted + 1)
+    stats = live.stats(FinishReason.LENGTH, 1.0)
+    assert stats.accepted_per_length == (0, 3, 0, 4)
+    assert stats.drafted_per_position == (5, 4, 2, 2)
 
 
 @pytest.mark.parametrize("max_draft_tokens", [1, 3, 8])

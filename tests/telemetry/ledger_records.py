@@ -55,6 +55,7 @@ def request_record(request_id: str = "r", **changes: object) -> RequestRecord:
         sampling=SamplingSummary(0.0, 0, 1.0, "coupled", 42, "auto", 64),
         drafted_per_position=(5, 4),
         accepted_per_position=(3, 1),
+        accepted_per_length=(1, 3),
         model=MODEL,
         drafter=DrafterRecord("prompt_lookup"),
         variant="a",

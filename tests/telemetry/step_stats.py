@@ -60,6 +60,7 @@ def request_stats(request_id: str = "r", at: float = 100.0, **changes: object) -
         "num_preemptions": 0,
         "drafted_per_position": (5, 4),
         "accepted_per_position": (3, 2),
+        "accepted_per_length": (1, 4),
         "acceptance_histogram": (2, 1, 2),
         "drafter": "prompt_lookup",
         "seed": 42,

@@ -72,9 +72,9 @@ def test_a_row_holds_what_the_record_says(ledger_url: str, tmp_path: Path) -> No
     assert row.finished_on == record.finished_at.date()
     assert row.guarantee == "bit_exact"
     assert [
-        (a.request_ledger_id, a.position, a.num_drafted, a.num_accepted)
+        (a.request_ledger_id, a.position, a.num_drafted, a.num_accepted, a.num_accepted_of_length)
         for a in rows_of(ledger_url, models.RequestAcceptance)
-    ] == [(row.ledger_id, 0, 5, 3), (row.ledger_id, 1, 4, 1)]
+    ] == [(row.ledger_id, 0, 5, 3, 1), (row.ledger_id, 1, 4, 1, 3)]
     assert count(ledger_url, models.RequestStart) == 0
     (tenant,) = rows_of(ledger_url, models.Tenant)
     assert (row.tenant_key, tenant.pseudonym) == (tenant.tenant_key, "aa11")
