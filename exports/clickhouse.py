@@ -49,7 +49,7 @@ LANDED_TABLES = (
 
 
 def create_statements() -> Iterator[str]:
-    """What makes the tables and views; harmless where they exist."""
+    """What makes the tables and views, or adds what is new in them; harmless where they exist."""
     for table in LANDED_TABLES:
         columns = ",\n    ".join(f"{c.name} {_type(c)}" for c in table.columns)
         order = ", ".join(c.name for c in table.columns if c.primary_key)
@@ -58,8 +58,14 @@ def create_statements() -> Iterator[str]:
             f"ENGINE = ReplacingMergeTree PARTITION BY toYYYYMM({table.day}) "
             f"ORDER BY ({table.day}, {order})"
         )
+        # The ledger's columns grow, and rows from before a column are NULL there.
+        added = ", ".join(
+            f"ADD COLUMN IF NOT EXISTS {c.name} {_type(c)}" for c in table.columns if c.nullable
+        )
+        if added:
+            yield f"ALTER TABLE landed_{table.name} {added}"
         yield (
-            f"CREATE VIEW IF NOT EXISTS {table.name} AS SELECT * FROM landed_{table.name} FINAL"  # noqa: S608
+            f"CREATE OR REPLACE VIEW {table.name} AS SELECT * FROM landed_{table.name} FINAL"  # noqa: S608
         )
 
 

@@ -49,6 +49,14 @@ class Table:
         )
 
 
+def with_added_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Rows of a file that may be older than the schema: columns added since are NULL."""
+    for field in schema:
+        if field.name not in rows.column_names:
+            rows = rows.append_column(field, pa.nulls(rows.num_rows, field.type))
+    return rows.cast(schema)
+
+
 def key_column(name: str, dimension: str) -> Column:
     return Column(name, pa.int64(), "key", f"Row of {dimension}; {UNKNOWN_KEY} is unknown.")
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from exports.columns import Table
+from exports.columns import Table, with_added_columns
 from exports.data_file import DataFile
 from exports.dimensions import date_key
 from exports.errors import TargetError
@@ -45,7 +45,7 @@ class Compactor:
                 continue
             for day in file.days:
                 with TableWriter(self.staging, table, day_folder(day)) as writer:
-                    for rows in self._rows(file):
+                    for rows in self._rows(table, file):
                         is_of_day = pc.equal(rows.column("date_key"), date_key(day))
                         writer.add(rows.filter(is_of_day))
                     result.extend(place(self.target, writer.finish()))
@@ -68,7 +68,7 @@ class Compactor:
                 continue
             with TableWriter(self.staging, table, folder) as writer:
                 for part in sorted(parts, key=lambda file: (file.days, file.path)):
-                    for rows in self._rows(part):
+                    for rows in self._rows(table, part):
                         writer.add(rows)
                 merged = place(self.target, writer.finish())
             if sum(f.num_rows for f in merged) != sum(part.num_rows for part in parts):
@@ -76,10 +76,10 @@ class Compactor:
             result.extend(merged)
         return _ordered(result)
 
-    def _rows(self, file: DataFile) -> Iterable[pa.Table]:
+    def _rows(self, table: Table, file: DataFile) -> Iterable[pa.Table]:
         with self.target.open(file.path) as source, parquet.ParquetFile(source) as opened:
             for batch in opened.iter_batches(ROW_GROUP_ROWS):
-                yield pa.Table.from_batches([batch]).cast(opened.schema_arrow)
+                yield with_added_columns(pa.Table.from_batches([batch]), table.schema)
 
 
 def _end_of_month(day: date) -> date:

@@ -39,7 +39,13 @@ _SUMMED = ("num_output_tokens", "num_prompt_tokens", "num_accepted_tokens", "cos
 _ACCEPTANCE = pa.schema(
     [
         (name, pa.int64())
-        for name in ("request_ledger_id", "position", "num_drafted", "num_accepted")
+        for name in (
+            "request_ledger_id",
+            "position",
+            "num_drafted",
+            "num_accepted",
+            "num_accepted_of_length",
+        )
     ]
 )
 

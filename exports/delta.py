@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from exports.columns import Table, TableKind
+from exports.columns import Table, TableKind, with_added_columns
 from exports.data_file import DataFile
 from exports.dimensions import date_key
 from exports.errors import TargetError
@@ -74,6 +74,7 @@ def _write(
         location,
         rows,
         mode="overwrite",
+        schema_mode="merge",  # a table from before a column was added gets it
         predicate=None if keys is None else f"date_key IN ({wanted})",
         commit_properties=CommitProperties(custom_metadata={GENERATION: str(manifest.generation)}),
     )
@@ -91,4 +92,4 @@ def _batches(
                 if keys is not None:
                     is_wanted = pc.is_in(rows["date_key"], pa.array(keys, pa.int64()))
                     rows = rows.filter(is_wanted)
-                yield from rows.cast(schema).to_batches()
+                yield from with_added_columns(rows, schema).to_batches()

@@ -28,7 +28,15 @@ def open_export(folder: Path) -> Any:
     for name, table in TABLES.items():
         paths = [str(folder / file.path) for file in manifest.tables.get(name, ())]
         if paths:
-            relation = connection.read_parquet(paths, hive_partitioning=False)
+            relation = connection.read_parquet(paths, hive_partitioning=False, union_by_name=True)
+            # Files from before a column was added lack it.
+            whole = connection.from_arrow(table.schema.empty_table())
+            missing = [
+                f"CAST(NULL AS {kind}) AS {column}"
+                for column, kind in zip(whole.columns, whole.dtypes, strict=True)
+                if column not in relation.columns
+            ]
+            relation = relation.project(", ".join(["*", *missing]))
         else:
             relation = connection.from_arrow(table.schema.empty_table())
         relation.create_view(name)

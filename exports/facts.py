@@ -133,6 +133,13 @@ FACT_ACCEPTANCE = Table(
         count_column(
             "num_steps_accepted", "Verify steps that accepted exactly `position`.", "steps"
         ),
+        Column(
+            "num_accepted_of_length",
+            pa.int64(),
+            "tokens",
+            "Draft tokens accepted in the steps that drafted exactly `position`.",
+            "one of its requests is from before this was counted",
+        ),
     ),
 )
 

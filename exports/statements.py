@@ -96,7 +96,13 @@ AUDIT_COLUMNS = (
     "num_checked_tokens",
     "num_mismatched_tokens",
 )
-ACCEPTANCE_COLUMNS = ("request_ledger_id", "position", "num_drafted", "num_accepted")
+ACCEPTANCE_COLUMNS = (
+    "request_ledger_id",
+    "position",
+    "num_drafted",
+    "num_accepted",
+    "num_accepted_of_length",
+)
 
 
 def compiled(

@@ -153,16 +153,19 @@ def _acceptance(dialect: Dialect) -> str:
     FROM request_acceptance
 ), positions AS (
     SELECT request_ledger_id, position + 1 AS position, num_drafted, num_accepted,
-        num_steps_drafted, num_steps_accepted
+        num_steps_drafted, num_steps_accepted, num_accepted_of_length AS of_length
     FROM ends
     UNION ALL
-    SELECT request_ledger_id, 0, 0, 0, 0, num_drafted - num_accepted FROM ends WHERE position = 0
+    SELECT request_ledger_id, 0, 0, 0, 0, num_drafted - num_accepted, 0
+    FROM ends WHERE position = 0
 )
 SELECT {_SLICE}, position,
     CAST(sum(num_drafted) AS BIGINT) AS num_draft_tokens,
     CAST(sum(num_accepted) AS BIGINT) AS num_accepted_tokens,
     CAST(sum(num_steps_drafted) AS BIGINT) AS num_steps_drafted,
-    CAST(sum(num_steps_accepted) AS BIGINT) AS num_steps_accepted
+    CAST(sum(num_steps_accepted) AS BIGINT) AS num_steps_accepted,
+    CASE WHEN count(of_length) = count(*) THEN CAST(sum(coalesce(of_length, 0)) AS BIGINT) END
+        AS num_accepted_of_length
 FROM positions JOIN current ON request_ledger_id = ledger_id
 GROUP BY {_ordinals(7)}"""  # noqa: S608 - own names
 

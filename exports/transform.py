@@ -26,12 +26,17 @@ _ACCEPTANCE_MEASURES = (
     "num_accepted_tokens",
     "num_steps_drafted",
     "num_steps_accepted",
+    "num_accepted_of_length",
 )
+_NULL_IF_ANY_IS = pc.ScalarAggregateOptions(skip_nulls=False)
 _FOLD_AFTER = 64
 
 
 class Fold:
-    """Sums rows of equal keys as they stream by; holds one row per key, not per input row."""
+    """Sums rows of equal keys as they stream by; holds one row per key, not per input row.
+
+    A sum is NULL as soon as one of its values is.
+    """
 
     def __init__(self, table: Table, measures: Iterable[str]) -> None:
         self._schema = table.schema
@@ -55,7 +60,7 @@ class Fold:
     def _summed(self, parts: list[pa.Table]) -> pa.Table:
         rows = pa.concat_tables([part.select(self._schema.names) for part in parts])
         summed = rows.group_by(self._keys, use_threads=False).aggregate(
-            [(measure, "sum") for measure in self._measures]
+            [(measure, "sum", _NULL_IF_ANY_IS) for measure in self._measures]
         )
         return summed.rename_columns(
             [
@@ -116,9 +121,13 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
     position, drafted, accepted = (
         acceptance.column(name).to_numpy() for name in ("position", "num_drafted", "num_accepted")
     )
+    of_length = acceptance.column("num_accepted_of_length")
+    is_unknown = of_length.is_null().to_numpy().astype(np.int64)
+    of_length = pc.fill_null(of_length, 0).to_numpy()
     if not is_ours.all():
-        ids, place, position, drafted, accepted = (
-            values[is_ours] for values in (ids, place, position, drafted, accepted)
+        ids, place, position, drafted, accepted, of_length, is_unknown = (
+            values[is_ours]
+            for values in (ids, place, position, drafted, accepted, of_length, is_unknown)
         )
     # A draft of length n has a token at every position up to n, so a difference between
     # neighbours counts the drafts that end there; the same holds for accepted prefixes.
@@ -129,7 +138,7 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
     zeros = np.zeros(int(first.sum()), dtype=np.int64)
     width = int(position.max(initial=0)) + 2
     cell = slices.places[place] * width
-    cells, sums = summed_by(
+    cells, (*sums, num_unknown) = summed_by(
         np.concatenate([cell + position + 1, cell[first]]),
         tuple(
             np.concatenate(pair)
@@ -138,6 +147,8 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
                 (accepted, zeros),
                 (steps_drafted, zeros),
                 (steps_accepted, drafted[first] - accepted[first]),
+                (of_length, zeros),
+                (is_unknown, zeros),
             )
         ),
     )
@@ -145,6 +156,7 @@ def acceptance_rows(requests: pa.Table, slices: Slices, acceptance: pa.Table) ->
         **slices.columns(cells // width),
         "position": pa.array(cells % width),
         **{name: pa.array(values) for name, values in zip(_ACCEPTANCE_MEASURES, sums, strict=True)},
+        "num_accepted_of_length": pa.array(sums[-1], mask=num_unknown > 0),
     }
     return _shaped(columns, FACT_ACCEPTANCE)
 

@@ -122,6 +122,18 @@ SPECULATION = (
         "Verifications that drafted exactly so many tokens: use it with Position",
     ),
     Measure(
+        ACCEPTANCE,
+        "Acceptance Length by Draft Length",
+        "Speculation",
+        f"VAR Counted = FILTER({ACCEPTANCE}, NOT(ISBLANK({ACCEPTANCE}[Accepted Of Length])))\n"
+        f"VAR Rounds = CALCULATE([Verifications by Draft Length], Counted)\n"
+        f"RETURN IF(Rounds > 0, 1 + DIVIDE(SUM({ACCEPTANCE}[Accepted Of Length]), Rounds))",
+        "SELECT 1 + sum(num_accepted_of_length) / nullif(sum(num_steps_drafted), 0) "
+        "FROM fact_acceptance WHERE num_accepted_of_length IS NOT NULL",
+        DECIMAL,
+        "Tokens per verification that drafted exactly so many tokens: use it with Position",
+    ),
+    Measure(
         REQUESTS,
         "Acceptance Length vs Default",
         "Speculation",

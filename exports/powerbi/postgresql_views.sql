@@ -8,7 +8,7 @@ SELECT ledger_id, date_key, hour_key, model_key, drafter_key, variant_key, tenan
 FROM (SELECT ledger_id, CAST(to_char(finished_at AT TIME ZONE 'UTC', 'YYYYMMDD') AS BIGINT) AS date_key, CAST(extract(hour FROM finished_at AT TIME ZONE 'UTC') AS BIGINT) AS hour_key, coalesce(model_key, -1) AS model_key, coalesce(drafter_key, -1) AS drafter_key, coalesce(variant_key, -1) AS variant_key, coalesce(tenant_key, -1) AS tenant_key, CAST(coalesce(nullif(array_position(ARRAY['completed', 'cancelled', 'deadline_exceeded', 'refused', 'failed', 'orphaned'], CAST(outcome AS text)), 0) * 100 + nullif(array_position(ARRAY['none', 'stop_token', 'stop_string', 'length', 'context_full', 'time_limit', 'cancelled', 'deadline', 'error'], CAST(coalesce(finish_reason, 'none') AS text)), 0) - 1, -1) AS BIGINT) AS outcome_key, coalesce(price_key, -1) AS price_key, started_at, finished_at, request_id, attempt, revision, trace_id, guarantee, temperature, acceptance_rule, speculation_mode, queue_seconds, ttft_seconds, tpot_seconds, e2e_seconds, mean_step_latency_seconds, num_prompt_tokens, num_cached_prompt_tokens, num_recomputed_tokens, num_output_tokens, num_prefill_positions, num_steps, num_plain_steps, num_verify_steps, num_draft_tokens, num_accepted_tokens, num_emitted_accepted_tokens, num_cut_tokens, num_drafter_positions, num_preemptions, cost_nano_usd, cost_prefill_nano_usd, cost_decode_nano_usd, cost_draft_nano_usd, cost_rejected_nano_usd, cost_drafter_nano_usd, estimated_cost_without_speculation_nano_usd, busy_nanoseconds, allocation_method, energy_microjoules, energy_source FROM requests WHERE ledger_id NOT IN (SELECT supersedes_ledger_id FROM requests WHERE supersedes_ledger_id IS NOT NULL)) AS rows;
 
 CREATE OR REPLACE VIEW tandem_bi.fact_acceptance AS
-SELECT date_key, hour_key, model_key, drafter_key, variant_key, tenant_key, position, num_draft_tokens, num_accepted_tokens, num_steps_drafted, num_steps_accepted
+SELECT date_key, hour_key, model_key, drafter_key, variant_key, tenant_key, position, num_draft_tokens, num_accepted_tokens, num_steps_drafted, num_steps_accepted, num_accepted_of_length
 FROM (WITH current AS (SELECT ledger_id, CAST(to_char(finished_at AT TIME ZONE 'UTC', 'YYYYMMDD') AS BIGINT) AS date_key, CAST(extract(hour FROM finished_at AT TIME ZONE 'UTC') AS BIGINT) AS hour_key, coalesce(model_key, -1) AS model_key, coalesce(drafter_key, -1) AS drafter_key, coalesce(variant_key, -1) AS variant_key, coalesce(tenant_key, -1) AS tenant_key, CAST(coalesce(nullif(array_position(ARRAY['completed', 'cancelled', 'deadline_exceeded', 'refused', 'failed', 'orphaned'], CAST(outcome AS text)), 0) * 100 + nullif(array_position(ARRAY['none', 'stop_token', 'stop_string', 'length', 'context_full', 'time_limit', 'cancelled', 'deadline', 'error'], CAST(coalesce(finish_reason, 'none') AS text)), 0) - 1, -1) AS BIGINT) AS outcome_key, coalesce(price_key, -1) AS price_key, started_at, finished_at, request_id, attempt, revision, trace_id, guarantee, temperature, acceptance_rule, speculation_mode, queue_seconds, ttft_seconds, tpot_seconds, e2e_seconds, mean_step_latency_seconds, num_prompt_tokens, num_cached_prompt_tokens, num_recomputed_tokens, num_output_tokens, num_prefill_positions, num_steps, num_plain_steps, num_verify_steps, num_draft_tokens, num_accepted_tokens, num_emitted_accepted_tokens, num_cut_tokens, num_drafter_positions, num_preemptions, cost_nano_usd, cost_prefill_nano_usd, cost_decode_nano_usd, cost_draft_nano_usd, cost_rejected_nano_usd, cost_drafter_nano_usd, estimated_cost_without_speculation_nano_usd, busy_nanoseconds, allocation_method, energy_microjoules, energy_source FROM requests WHERE ledger_id NOT IN (SELECT supersedes_ledger_id FROM requests WHERE supersedes_ledger_id IS NOT NULL)), ends AS (
     SELECT *,
         num_drafted - coalesce(lead(num_drafted) OVER (PARTITION BY request_ledger_id ORDER BY position), 0) AS num_steps_drafted,
@@ -16,16 +16,19 @@ FROM (WITH current AS (SELECT ledger_id, CAST(to_char(finished_at AT TIME ZONE '
     FROM request_acceptance
 ), positions AS (
     SELECT request_ledger_id, position + 1 AS position, num_drafted, num_accepted,
-        num_steps_drafted, num_steps_accepted
+        num_steps_drafted, num_steps_accepted, num_accepted_of_length AS of_length
     FROM ends
     UNION ALL
-    SELECT request_ledger_id, 0, 0, 0, 0, num_drafted - num_accepted FROM ends WHERE position = 0
+    SELECT request_ledger_id, 0, 0, 0, 0, num_drafted - num_accepted, 0
+    FROM ends WHERE position = 0
 )
 SELECT date_key, hour_key, model_key, drafter_key, variant_key, tenant_key, position,
     CAST(sum(num_drafted) AS BIGINT) AS num_draft_tokens,
     CAST(sum(num_accepted) AS BIGINT) AS num_accepted_tokens,
     CAST(sum(num_steps_drafted) AS BIGINT) AS num_steps_drafted,
-    CAST(sum(num_steps_accepted) AS BIGINT) AS num_steps_accepted
+    CAST(sum(num_steps_accepted) AS BIGINT) AS num_steps_accepted,
+    CASE WHEN count(of_length) = count(*) THEN CAST(sum(coalesce(of_length, 0)) AS BIGINT) END
+        AS num_accepted_of_length
 FROM positions JOIN current ON request_ledger_id = ledger_id
 GROUP BY 1, 2, 3, 4, 5, 6, 7) AS rows;
 

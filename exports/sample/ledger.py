@@ -168,6 +168,8 @@ def _requests(traffic: Traffic, work: Work, charges: Charges) -> Columns:
 def _acceptance(traffic: Traffic, work: Work, requests: Columns) -> Columns:
     drafting = np.flatnonzero(work.num_verify_steps)
     num_positions = traffic.drafted.shape[1]
+    of_length = np.zeros_like(traffic.accepted)
+    of_length[:, -1] = traffic.accepted.sum(axis=1)  # every draft is of full length
     return {
         "request_ledger_id": np.repeat(drafting + 1, num_positions),
         "position": np.tile(np.arange(num_positions), len(drafting)),
@@ -178,6 +180,7 @@ def _acceptance(traffic: Traffic, work: Work, requests: Columns) -> Columns:
         ],
         "num_drafted": traffic.drafted[drafting].ravel(),
         "num_accepted": traffic.accepted[drafting].ravel(),
+        "num_accepted_of_length": of_length[drafting].ravel(),
     }
 
 

@@ -93,10 +93,12 @@ class LedgerFill:
         recorded_at: datetime | None = None,
         drafted: Sequence[int] = (),
         accepted: Sequence[int] = (),
+        of_length: Sequence[int | None] | None = None,
         **values: Any,
     ) -> int:
-        """Append a request row; returns its ledger_id."""
+        """Append a request row; returns its ledger_id. Without of_length it is an old one."""
         self.num_requests += 1
+        nothing = [None] * len(drafted)
         ledger_id: int = values.pop("ledger_id", self.num_requests)
         row = {
             **request_row(ledger_id, finished_at),
@@ -119,9 +121,10 @@ class LedgerFill:
                             "finished_on": finished_at.date(),
                             "num_drafted": num_drafted,
                             "num_accepted": num_accepted,
+                            "num_accepted_of_length": num_accepted_of_length,
                         }
-                        for position, (num_drafted, num_accepted) in enumerate(
-                            zip(drafted, accepted, strict=True)
+                        for position, (num_drafted, num_accepted, num_accepted_of_length) in (
+                            enumerate(zip(drafted, accepted, of_length or nothing, strict=True))
                         )
                     ],
                 )

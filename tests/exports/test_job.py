@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from exports.errors import ReconciliationError, SourceError
 from exports.extract import LedgerSource
-from exports.facts import LATENCY_BOUNDS_SECONDS
+from exports.facts import FACT_ACCEPTANCE, LATENCY_BOUNDS_SECONDS
 from exports.job import ExportOptions, ExportSummary, run_export
 from exports.ledger_facts import DayTotals
 from exports.schemas import (
@@ -19,6 +19,7 @@ from exports.schemas import (
     FACTS,
     TABLES,
 )
+from exports.transform import new_acceptance_fold
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 
 NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)
@@ -109,8 +110,8 @@ def test_acceptance_is_counted_by_position_and_by_length(
     ledger: LedgerFill, tmp_path: Path
 ) -> None:
     # 5 verify steps: drafts of length 1, 2, 2, 3, 3; accepted 0, 1, 2, 0, 3.
-    ledger.request(drafted=(5, 4, 2), accepted=(3, 2, 1))
-    ledger.request(drafted=(2,), accepted=(1,))
+    ledger.request(drafted=(5, 4, 2), accepted=(3, 2, 1), of_length=(0, 3, 3))
+    ledger.request(drafted=(2,), accepted=(1,), of_length=(1,))
     ledger.request()
     export(ledger, tmp_path / "out")
     rows = {row["position"]: row for row in read(tmp_path / "out", "fact_acceptance").to_pylist()}
@@ -119,6 +120,36 @@ def test_acceptance_is_counted_by_position_and_by_length(
     assert [rows[n]["num_accepted_tokens"] for n in range(4)] == [0, 4, 2, 1]
     assert [rows[n]["num_steps_drafted"] for n in range(4)] == [0, 3, 2, 2]
     assert [rows[n]["num_steps_accepted"] for n in range(4)] == [3, 2, 1, 1]
+    assert [rows[n]["num_accepted_of_length"] for n in range(4)] == [0, 1, 3, 3]
+
+
+def test_what_was_not_counted_by_length_is_null_and_not_too_little(
+    ledger: LedgerFill, tmp_path: Path
+) -> None:
+    ledger.request(drafted=(5, 4, 2), accepted=(3, 2, 1), of_length=(0, 3, 3))
+    ledger.request(drafted=(2, 1), accepted=(1, 1))  # before it was counted
+    later = NOON + timedelta(hours=1)
+    ledger.request(later, drafted=(1, 1), accepted=(1, 0), of_length=(0, 1))
+    export(ledger, tmp_path / "out")
+    found = [
+        (row["hour_key"] - NOON.hour, row["position"], row["num_accepted_of_length"])
+        for row in read(tmp_path / "out", "fact_acceptance").to_pylist()
+    ]
+    assert sorted(found) == [
+        *((0, position, value) for position, value in enumerate((0, None, None, 3))),
+        *((1, position, value) for position, value in enumerate((0, 0, 1))),
+    ]
+
+
+def test_a_batch_that_was_not_counted_makes_the_sum_over_batches_null() -> None:
+    whole = dict.fromkeys(FACT_ACCEPTANCE.schema.names, 1)
+    fold = new_acceptance_fold()
+    for position, of_length in ((1, 4), (2, 3), (1, None), (2, 5), (1, 2)):
+        row = whole | {"position": position, "num_accepted_of_length": of_length}
+        fold.add(pa.Table.from_pylist([row], FACT_ACCEPTANCE.schema))
+    found = fold.result()
+    assert found["num_accepted_of_length"].to_pylist() == [None, 8]
+    assert found["num_draft_tokens"].to_pylist() == [3, 2]
 
 
 def test_latency_buckets_add_up_and_hold_their_values(ledger: LedgerFill, tmp_path: Path) -> None:

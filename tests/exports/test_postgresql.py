@@ -23,6 +23,7 @@ def fill(url: str) -> LedgerFill:
             NOON + timedelta(hours=9 * index, microseconds=index),
             drafted=(5, 3, 1)[: index % 4],
             accepted=(4, 2, 0)[: index % 4],
+            of_length=None if index == 1 else (1, 2, 3)[: index % 4],
             ttft_seconds=None if index == 2 else 0.1 * index,
             energy_microjoules=None if index < 4 else 17,
             trace_id=None if index < 3 else f"{index:032x}",

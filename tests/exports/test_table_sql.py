@@ -75,6 +75,8 @@ def ledger(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         "UPDATE requests SET energy_microjoules = NULL, trace_id = 'ab' WHERE ledger_id % 7 = 0",
         "UPDATE requests SET ttft_seconds = 3e6 WHERE ledger_id = 3",
         "UPDATE requests SET revision = 1, supersedes_ledger_id = 4 WHERE ledger_id = 9",
+        "UPDATE request_acceptance SET num_accepted_of_length = position + request_ledger_id % 9",
+        "UPDATE request_acceptance SET num_accepted_of_length = NULL WHERE request_ledger_id < 30",
         "UPDATE audit_results SET guarantee = NULL WHERE audit_id % 2 = 0",
     ):
         ledger.execute(statement)
@@ -140,6 +142,22 @@ def test_clickhouse_lands_from_postgresql_and_notices_a_time_zone(
             same_rows(name, engine.query(statement, "ArrowTable"), tmp_path / "out", at_least=6)
     engine.close()
     assert (num_misread > 0) == (zone != "UTC")
+
+
+@pytest.mark.slow
+def test_clickhouse_adds_a_column_to_what_has_landed(tmp_path: Path) -> None:
+    session = pytest.importorskip("chdb.session", reason="needs chdb-core: make test-exports")
+    engine = session.Session(str(tmp_path / "store"))
+    added = "num_accepted_of_length"
+    for statement in create_statements():
+        engine.query(statement.replace(f"{added} Nullable(Int64)", "of_old Nullable(Int64)"))
+    engine.query("INSERT INTO landed_request_acceptance VALUES (1, 0, '2026-03-01', 5, 3, NULL)")
+    for statement in create_statements():
+        engine.query(statement)
+    rows = "SELECT num_drafted, num_accepted_of_length FROM request_acceptance"
+    found = engine.query(rows, "ArrowTable")
+    engine.close()
+    assert found.to_pylist() == [{"num_drafted": 5, added: None}]
 
 
 @pytest.mark.parametrize("table", fact_statements(DUCKDB))

@@ -60,6 +60,7 @@ def sample(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ledg
         "UPDATE requests SET tenant_key = NULL WHERE ledger_id % 13 = 0",
         "UPDATE requests SET outcome = 'refused', finish_reason = NULL, model_key = NULL "
         "WHERE ledger_id % 17 = 0",
+        "UPDATE request_acceptance SET num_accepted_of_length = NULL WHERE request_ledger_id < 40",
         "UPDATE audit_results SET verdict = 'divergence' WHERE audit_id % 4 = 0",
         "UPDATE audit_results SET verdict = 'numeric_tie' WHERE audit_id % 4 = 1",
         "UPDATE capacity_intervals SET lost_nanoseconds = idle_nanoseconds, idle_nanoseconds = 0,"
@@ -79,6 +80,29 @@ def total(rows: Rows, column: str) -> int:
 
 def acceptance_length(rows: Rows) -> float:
     return 1 + total(rows, "num_accepted_tokens") / total(rows, "num_verify_steps")
+
+
+def acceptance_length_by_draft_length(ledger: LedgerRows) -> float:
+    """Only over rows of the export whose requests are all counted by length."""
+    names = ("model_key", "drafter_key", "variant_key", "tenant_key")
+    slices = {
+        row["ledger_id"]: (row["finished_at"] // 3_600_000_000, *(row[name] for name in names))
+        for row in ledger.requests
+    }
+    drafts = {(r["request_ledger_id"], r["position"]): r["num_drafted"] for r in ledger.acceptance}
+    unknown, counted = set(), []
+    for row in ledger.acceptance:
+        owner, position = row["request_ledger_id"], row["position"]
+        cell = (*slices[owner], position)
+        if row["num_accepted_of_length"] is None:
+            unknown.add(cell)
+        num_drafts = row["num_drafted"] - drafts.get((owner, position + 1), 0)
+        counted.append((cell, row["num_accepted_of_length"], num_drafts))
+    known = [(accepted, rounds) for cell, accepted, rounds in counted if cell not in unknown]
+    assert 0 < len(known) < len(counted)
+    num_rounds: int = sum(rounds for _, rounds in known)
+    num_accepted: int = sum(accepted for accepted, _ in known)
+    return 1 + num_accepted / num_rounds
 
 
 def versus_default(ledger: LedgerRows) -> float:
@@ -145,6 +169,7 @@ EXPECTED: dict[str, Callable[[LedgerRows], Any]] = {
     ),
     "Verifications by Accepted Length": lambda x: total(x.requests, "num_verify_steps"),
     "Verifications by Draft Length": lambda x: total(x.requests, "num_verify_steps"),
+    "Acceptance Length by Draft Length": acceptance_length_by_draft_length,
     "Acceptance Length vs Default": versus_default,
     "Active Cost USD": active_cost,
     "Idle Cost USD": lambda x: total(x.capacity, "cost_idle_nano_usd") / 1e9,
