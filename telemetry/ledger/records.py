@@ -216,11 +216,9 @@ class RequestRecord:
     def __post_init__(self) -> None:
         if len(self.drafted_per_position) != len(self.accepted_per_position):
             raise ValueError("drafted and accepted per position differ in length")
-        by_length = self.accepted_per_length
-        if by_length is not None and (
-            len(by_length) != len(self.accepted_per_position)
-            or sum(by_length) != sum(self.accepted_per_position)
-        ):
+        per_position, per_length = self.accepted_per_position, self.accepted_per_length
+        sizes = [(len(c), sum(c)) for c in (per_position, per_length) if c is not None]
+        if len(set(sizes)) > 1:
             raise ValueError("accepted_per_length does not add up to accepted_per_position")
 
 

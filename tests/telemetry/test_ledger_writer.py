@@ -1,5 +1,6 @@
 """The writer: everything submitted is in the ledger once, whatever happens to the database."""
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -336,3 +337,27 @@ def test_records_survive_the_journal_unchanged() -> None:
     assert decode_record(encode_record(start_record(record))) == start_record(record)
     with pytest.raises(ValueError, match="not a ledger record"):
         decode_record(b'{"kind":"request","unknown":1}')
+
+
+def test_a_journal_from_before_drafts_were_counted_by_length_leaves_null(
+    ledger_url: str, tmp_path: Path
+) -> None:
+    line = json.loads(encode_record(request_record()))
+    del line["accepted_per_length"]
+    old = decode_record(json.dumps(line).encode())
+    with writing(ledger_url, tmp_path / "j") as writer:
+        assert writer.submit(old).result(10)
+        assert writer.wait_until_written(10)
+    found = [
+        (row.num_drafted, row.num_accepted_of_length)
+        for row in rows_of(ledger_url, models.RequestAcceptance)
+    ]
+    assert found == [(5, None), (4, None)]
+
+
+@pytest.mark.parametrize("accepted_per_length", [(4,), (1, 4)])
+def test_counts_by_length_that_do_not_add_up_are_refused(
+    accepted_per_length: tuple[int, ...],
+) -> None:
+    with pytest.raises(ValueError, match="accepted_per_length does not add up"):
+        request_record(accepted_per_length=accepted_per_length)
