@@ -29,6 +29,14 @@ class HeadSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowPlan:
+    """Heads, by their drafters' names, that are measured on a share of the requests."""
+
+    drafters: tuple[str, ...]
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """How tokens are drafted.
 

@@ -19,7 +19,7 @@ from engine.assembly import Parts, assemble
 from engine.audit import AuditFinding, AuditJob
 from engine.breaker import SpeculationBreaker
 from engine.committer import Committer
-from engine.config import EngineConfig, HeadSource
+from engine.config import EngineConfig, HeadSource, ShadowPlan
 from engine.cost_table import CostTable
 from engine.drafter.base import DraftJob, Proposal
 from engine.drafter.head.assembly import ReadyHead
@@ -35,7 +35,7 @@ from engine.request import (
     TokenDelta,
 )
 from engine.scheduler import PlannedRow
-from engine.shadow import ShadowFinding, ShadowPlan
+from engine.shadow import ShadowFinding
 from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
 from engine.step import StepOutput
 from engine.verifier import Verification

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from engine.assembly import Parts
 from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
 from engine.breaker import SpeculationBreaker
+from engine.config import ShadowPlan
 from engine.drafter.head.drafter import HeadDrafter
 from engine.live_request import LiveRequest
 from engine.model_runner import ModelRunner
 from engine.request import FinishReason
-from engine.shadow import Shadow, ShadowFinding, ShadowPlan
+from engine.shadow import Shadow, ShadowFinding
 
 _logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.config import ShadowPlan
 from engine.drafter.base import DraftJob
 from engine.drafter.drawing import draws_by_rejection
 from engine.drafter.head.drafter import HeadDrafter
@@ -32,14 +33,6 @@ _CHUNK_TOKENS = 64  # of a forward that nobody waits for
 _ROUNDS_PER_SLICE = 4
 _MAX_TOKENS = 4096
 _MAX_INTERRUPTIONS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowPlan:
-    """Heads, by their drafters' names, that are measured on a share of the requests."""
-
-    drafters: tuple[str, ...]
-    share: float
 
 
 @dataclass(frozen=True, slots=True)

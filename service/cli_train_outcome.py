@@ -28,8 +28,7 @@ class friendly:  # noqa: N801 - used as a statement
         signal.signal(signal.SIGTERM, self._previous)
         if error is None:
             return
-        from engine.training.errors import TrainingError
-        from engine.training.trainer import EXIT_STOPPED, StoppedError
+        from engine.training.errors import EXIT_STOPPED, StoppedError, TrainingError
 
         if isinstance(error, StoppedError | _Terminated):
             typer.echo("stopped; run the same command again to go on", err=True)

@@ -11,8 +11,9 @@ from engine.step import StepOutput
 
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
+    from engine.config import ShadowPlan
     from engine.drafter.head.assembly import ReadyHead
-    from engine.shadow import ShadowFinding, ShadowPlan
+    from engine.shadow import ShadowFinding
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from engine.breaker import BreakerState
-from engine.config import HeadSource
+from engine.config import HeadSource, ShadowPlan
 from engine.request import FinishReason, GenerationRequest, StructuredOutput
 from engine.stats import EngineLoad, ModelInfo, StepStats
 from engine.step import StepOutput
@@ -134,8 +134,6 @@ class EngineThread:
 
     async def shadow(self, drafters: Sequence[tuple[tuple[str, ...], float]]) -> ModelInfo:
         """Measure heads, in idle time, on a share of what finishes: (drafters, share) each."""
-        from engine.shadow import ShadowPlan  # it loads torch
-
         plans = [ShadowPlan(names, share) for names, share in drafters]
         return await self._change(lambda engine: engine.shadow(plans))
 

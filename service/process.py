@@ -55,6 +55,7 @@ async def run_until_signal(
 def _on_signal(number: signal.Signals, stopping: asyncio.Event) -> None:
     if stopping.is_set():
         _log.warning("second signal: ending at once")
+        logging.shutdown()
         os._exit(128 + number)
     _log.info("%s: finishing what is live", number.name)
     stopping.set()
@@ -70,6 +71,7 @@ async def _load_unless(server: Server, stopping: asyncio.Event) -> None:
         loading.result()
     else:
         _log.warning("stopped while loading")
+        logging.shutdown()
         os._exit(EXIT_OK)  # the loading thread cannot be interrupted and holds nothing yet
 
 

@@ -1,11 +1,16 @@
 """Logs as JSON lines with trace ids: rate-limited, without content and without secrets.
 
+Nobody waits for a line to be written: where whoever reads standard error has stopped, lines are
+lost and counted, and the server goes on.
+
 Only what a call names as a field gets in: `log.info("refused", extra={"fields": {...}})`. Field
 names that could carry content or credentials are replaced, whatever they hold.
 """
 
+import contextlib
 import json
 import logging
+import queue
 import sys
 import threading
 import time
@@ -33,6 +38,8 @@ _SENSITIVE_WORDS = frozenset(
     }
 )
 _MAX_VALUE_CHARACTERS = 2_000
+_MAX_WAITING_LINES = 4_096
+_FLUSH_SECONDS = 2.0
 
 
 class JsonFormatter(logging.Formatter):
@@ -99,16 +106,57 @@ class RateLimit(logging.Filter):
             return True
 
 
-class _Handler(logging.StreamHandler[Any]):
-    """Writes to a stream, or to whatever standard error is at the time."""
+class _Handler(logging.Handler):
+    """Writes to a given stream at once, or to whatever standard error is at the time, by a thread
+    of its own: a pipe that nobody reads blocks who writes to it."""
 
-    def __init__(self, stream: IO[str] | None) -> None:
-        logging.Handler.__init__(self)
+    def __init__(self, stream: IO[str] | None, max_waiting: int = _MAX_WAITING_LINES) -> None:
+        super().__init__()
         self._given = stream
+        self._waiting: queue.Queue[str] = queue.Queue(max_waiting)
+        self._num_lost = 0
+        self._thread: threading.Thread | None = None
 
-    @property
-    def stream(self) -> Any:
-        return self._given or sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            if self._given is not None:
+                self._given.write(line + "\n")
+                self._given.flush()
+                return
+        except Exception:
+            self.handleError(record)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self._num_lost += 1
+
+    def flush(self) -> None:
+        """Wait for the lines before this, but for a dead reader not long."""
+        patience_until = time.monotonic() + _FLUSH_SECONDS
+        while self._waiting.unfinished_tasks and time.monotonic() < patience_until:
+            time.sleep(0.005)
+
+    def _write_all(self) -> None:
+        while True:
+            line = self._waiting.get()
+            lost, self._num_lost = self._num_lost, 0
+            if lost:
+                line += "\n" + self.format(_lost_lines(lost))
+            # Without standard error there is nobody to tell.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(line + "\n")
+                sys.stderr.flush()
+            self._waiting.task_done()
+
+
+def _lost_lines(count: int) -> logging.LogRecord:
+    text = "%d lines of this log are lost: they were not read in time"
+    return logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, (count,), None)
 
 
 def configure_logging(

@@ -1,24 +1,14 @@
-"""Tiny random models and a real tokenizer, made in a moment and without a network."""
+"""Tiny random models, made in a moment and without a network."""
 
 import copy
-from functools import cache
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-VOCAB_SIZE = 320
-EOS_TOKEN_ID = 1
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<eos>"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
-_TEXT = [
-    "the quick brown fox jumps over the lazy dog",
-    "a person sees the other person",
-    "0123456789",
-]
+from tests.tiny_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, tiny_tokenizer
+
+__all__ = ["EOS_TOKEN_ID", "VOCAB_SIZE", "tiny_tokenizer"]  # with the models of this file
 
 
 def tiny_llama(
@@ -63,30 +53,6 @@ def related_draft(target: LlamaForCausalLM, noise: float = 0.02, seed: int = 1) 
             shift = torch.randn(parameter.shape, generator=generator) * noise * spread
             parameter.add_(shift.to(parameter.dtype))
     return draft
-
-
-@cache
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of VOCAB_SIZE tokens: any text round-trips, characters may span tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<unk>", "<eos>", "<|start|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_TEXT * 20, trainer)
-    missing = VOCAB_SIZE - tokenizer.get_vocab_size()
-    tokenizer.add_tokens([f"[filler{index}]" for index in range(missing)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<eos>",
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def save_tiny_model(folder: Path, seed: int = 0, **options: object) -> Path:

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from engine.training.batches import BatchOrder
 from engine.training.checkpoints import CheckpointStore, TrainingState
 from engine.training.distillation import Distillation
-from engine.training.errors import TrainingError
+from engine.training.errors import StoppedError, TrainingError
 from engine.training.evaluation import (
     ConversationScore,
     greedy_acceptance_length,
@@ -28,12 +28,6 @@ from engine.training.evaluation import (
 from engine.training.feature_cache import CachedRow, FeatureCache
 from engine.training.status import StatusLog, duration
 from engine.training.unrolled import make_batch
-
-EXIT_STOPPED = 75  # sysexits' EX_TEMPFAIL: run it again and it goes on
-
-
-class StoppedError(Exception):
-    """The process was asked to end; everything up to the latest step is saved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -222,6 +223,9 @@ def _soak(folder: Path, seconds: float, rate: float) -> dict[str, object]:
     )
     assert server.stderr is not None
     line = next(line for line in server.stderr if line.startswith("serving on "))
+    log = (folder / "server.log").open("w")
+    reader = threading.Thread(target=log.writelines, args=(server.stderr,), daemon=True)
+    reader.start()
     soak = Soak(line.split()[-1], psutil.Process(server.pid), seconds, rate)
     try:
         asyncio.run(soak.run())

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import service.cli_train
+from engine.training.errors import EXIT_STOPPED
 from engine.training.recipe import load_recipe
-from engine.training.trainer import EXIT_STOPPED
 from tests.k8s.manifests import (
     TRAINING,
     Pod,

@@ -15,7 +15,7 @@ import pytest
 
 from engine.drafter.head.files import read_card
 from engine.drafter.registry import HeadRegistry
-from engine.training.trainer import EXIT_STOPPED
+from engine.training.errors import EXIT_STOPPED
 from tests.k8s.kubelet import publish
 from tests.k8s.manifests import build, environment, expand, pods
 from tests.tiny import save_tiny_model

@@ -13,7 +13,7 @@ from service.process import run_until_signal
 from service.security import OpenAccess
 from service.settings import ServiceSettings
 from tests.fakes import FakeEngine, FakeRecording
-from tests.tiny import tiny_tokenizer
+from tests.tiny_tokenizer import tiny_tokenizer
 
 
 def _fail(recording: object) -> None:

@@ -3,13 +3,18 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from telemetry.logs import REDACTED, JsonFormatter, RateLimit, configure_logging
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -88,3 +93,33 @@ def test_a_second_configuration_replaces_the_first_and_unknown_levels_are_refuse
     assert second.getvalue().endswith("WARNING  a: once\n")
     with pytest.raises(ValueError, match="LOUD"):
         configure_logging("loud")
+
+
+def test_a_reader_that_has_stopped_costs_lines_and_no_time() -> None:
+    program = (
+        "import logging, sys\n"
+        "from telemetry.logs import configure_logging\n"
+        "configure_logging()\n"
+        "for number in range(20_000):\n"
+        "    logging.critical('%05d %s', number, 'x' * 100)\n"
+        "print('done', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "logging.getLogger().handlers[-1].flush()\n"
+        "logging.critical('at last')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as logging_process:
+        assert logging_process.stdout is not None
+        assert logging_process.stdout.readline() == "done\n"  # nobody has read a line of its log
+        _, errors = logging_process.communicate("\n")
+    lines = [json.loads(line)["message"] for line in errors.splitlines()]
+    assert lines[0].startswith("00000")
+    assert lines[-1] == "at last"
+    told = [line for line in lines if "are lost" in line]
+    assert sum(int(line.split()[0]) for line in told) == 20_000 - (len(lines) - 1 - len(told)) > 0

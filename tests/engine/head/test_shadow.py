@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import HeadSource
+from engine.config import HeadSource, ShadowPlan
 from engine.engine import Engine
 from engine.request import AcceptanceRule, SamplingParams
-from engine.shadow import ShadowFinding, ShadowPlan
+from engine.shadow import ShadowFinding
 from tests.engine.driver import GREEDY, Outcome, request, run, tiny_engine
 from tests.engine.head.heads import deep_tiny_llama, save_tiny_head, tiny_head
 from tests.engine.head.test_head_drafter import PROMPTS, head_engine
