@@ -15,7 +15,9 @@ from functools import cached_property
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+
+# Not llguidance.torch: it loads a compiler, which takes two seconds of every start.
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.grammar_trial import GrammarTrials, TrialTimeoutError
@@ -126,7 +128,6 @@ class Grammar:
         num_legal = self.legal_prefix(draft_token_ids)
         num_legal = min(num_legal, self._num_before_end(draft_token_ids))
         bits = allocate_token_bitmask(len(draft_token_ids) + 1, self._vocab_size)
-        bits.fill_(-1)
         for position in range(num_legal + 1):
             fill_next_token_bitmask(self._matcher, bits, position)
             if position < num_legal:
@@ -135,7 +136,7 @@ class Grammar:
                 raise RuntimeError(self._matcher.get_error())
         self._matcher.rollback(num_legal)
         shifts = torch.arange(32, dtype=torch.int32)
-        unpacked = (bits.unsqueeze(-1) >> shifts) & 1
+        unpacked = (torch.from_numpy(bits).unsqueeze(-1) >> shifts) & 1
         return unpacked.flatten(1)[:, : self._vocab_size].bool()
 
     def commit(self, token_ids: Sequence[int]) -> None:
