@@ -12,7 +12,7 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-gpu bench-peers bench-layouts bench-equivalence test-audit check format protos protos-check protos-baseline constraints
+.PHONY: help test-thorough test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-gpu bench-peers bench-layouts bench-equivalence test-audit check format protos protos-check protos-baseline constraints
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +34,10 @@ demo: $(STAMP) ## run the main job on a real model and check every token
 	$(PY) -m service.demo
 
 test: check ## lint, types and contracts, then all tests that need no model
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m "not model and not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m "not model and not slow and not thorough"
+
+test-thorough: $(STAMP) ## what make test leaves out to stay short: more combinations, longer simulations
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m "thorough and not model and not slow"
 
 test-model: $(STAMP) ## the tests that run the real model, which is pulled first
 	$(VENV)/bin/tandem models pull smollm2-135m-instruct

@@ -25,6 +25,7 @@ SMALL = SIZES["small"]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(480)  # seconds of work, but minutes where other programs hold the processors
 def test_the_script_proves_and_measures_on_this_machine(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"

@@ -18,6 +18,7 @@ from tests.benchmarks.peers_worker import answer
 from tests.benchmarks.peers_workloads import Effort, Workload, Workloads
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.thorough
 PROMPTS = ((5, 6, 7, 8) * 3, (9, 10, 11), (12, 13, 14, 15, 16) * 2)
 LENGTHS = (9, 4, 6)
 TENANTS = ("a", "b", "c")

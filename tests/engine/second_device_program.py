@@ -60,13 +60,13 @@ def run(device: torch.device, settings: dict[str, Any]) -> tuple[dict[str, list[
             request(
                 f"{number}",
                 [5, 6, 7, 8] * (number + 2),
-                max_tokens=12,
+                max_tokens=7,
                 sampling=sampling,
                 min_tokens=3 if number else 0,
             )
         )
     grammar = StructuredOutput(StructuredOutputKind.REGEX, "[a-f]{3,9}")
-    engine.submit(request("grammar", [9, 10, 11], max_tokens=8, structured_output=grammar))
+    engine.submit(request("grammar", [9, 10, 11], max_tokens=5, structured_output=grammar))
     tokens: dict[str, list[int]] = {}
     num_steps = 0
     while engine.has_work():

@@ -18,9 +18,10 @@ from engine.live_request import LiveRequest
 from engine.speculation import AcceptanceEstimate, DraftLengths
 from tests.engine.driver import request
 from tests.engine.test_goodput import LARGE_GPU, SLOW_CPU
+from tests.marks import thorough
 
 MAX_DRAFTS = 8
-BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+BATCH_SIZES = (1, thorough(2), thorough(4), 8, thorough(16), 32)
 # Probability that a draft is accepted at a position, by kind of text: copies from the prompt,
 # code, prose in regimes, and prose that a drafter cannot guess.
 KINDS: dict[str, Callable[[int], float]] = {

@@ -14,10 +14,11 @@ from engine.layout.plan import ForwardPlan
 from engine.planned_attention import PlannedAttention
 from engine.request import AcceptanceRule, SamplingParams
 from tests.engine.driver import GREEDY, request, run, tiny_engine
+from tests.marks import thorough
 from tests.tiny import VOCAB_SIZE, related_draft, tiny_llama
 
 BATCH_SIZES = (1, 2, 5, 8)
-DRAFTERS = (("prompt_lookup",), ("draft_model",), ("prompt_lookup", "draft_model"))
+DRAFTERS = (("prompt_lookup",), ("draft_model",), thorough(("prompt_lookup", "draft_model")))
 SEEDED = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=7)
 
 

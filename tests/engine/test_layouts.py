@@ -15,6 +15,7 @@ from engine.request import FinishReason
 from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.engine.test_audit import audited_engine, findings, greedy_and_seeded
 from tests.engine.test_equality import SEEDED, alone, generated, prompts
+from tests.marks import thorough
 
 LAYOUTS = ("aligned", "grouped")  # test_equality has the ragged one
 DRAFTERS = (("prompt_lookup",), ("draft_model",))
@@ -25,7 +26,7 @@ def engine_with(layout: str, **options: object) -> Engine:
 
 
 @pytest.mark.parametrize("drafters", DRAFTERS, ids="+".join)
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
+@pytest.mark.parametrize("batch_size", [thorough(1), 2, thorough(5), 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_equal_generate_and_our_plain_decoding(
     layout: str, batch_size: int, drafters: tuple[str, ...]

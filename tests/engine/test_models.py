@@ -327,6 +327,7 @@ def test_a_model_that_does_not_heed_what_tells_rows_apart_is_refused(argument: s
         tiny_engine(target=model, layout="aligned")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SERVED)
 def test_tokens_in_bf16_equal_our_plain_decoding_alone(name: str) -> None:
     engine = tiny_engine(target=build(*SERVED[name], torch.bfloat16), max_num_rows=3)

@@ -25,6 +25,7 @@ from service.experiments.watch import ExperimentWatch
 from telemetry.ledger.records import LatencySummary, TokenCounts
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
+from tests.marks import thorough
 from tests.service.experiments.simulation import STARTED_AT, Truth
 from tests.telemetry.ledger_records import request_record
 
@@ -116,6 +117,7 @@ def test_a_bad_candidate_ends_before_many_had_it() -> None:
     assert sum(row.variant == "candidate" for row in rows) < 0.1 * len(rows)
 
 
+@pytest.mark.thorough
 def test_false_promotions_and_rollbacks_are_as_rare_as_promised() -> None:
     """All stages together: each has its part of alpha."""
     num_runs = 40
@@ -155,7 +157,7 @@ class _Sleepless(_Feed):
         return after
 
 
-@pytest.mark.parametrize("slot_seconds", [None, 240.0])
+@pytest.mark.parametrize("slot_seconds", [None, thorough(240.0)])
 def test_looks_that_would_see_nothing_new_are_left_out_and_nothing_else_changes(
     slot_seconds: float | None,
 ) -> None:
