@@ -11,6 +11,8 @@ import torch
 from tests.benchmarks import quick
 from tests.benchmarks.quick import CASES, STORED, CallCount, Case, OperatorCount, compare
 
+pytestmark = pytest.mark.thorough
+
 PER_STEP = ("operators", "allocations", "python_calls", "c_calls")
 
 

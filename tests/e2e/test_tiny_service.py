@@ -161,7 +161,7 @@ async def test_every_outcome_has_one_ledger_row(tiny_service: TinyService) -> No
         await anext(events)
     with pytest.raises(TandemError):
         await client.generate(
-            "four", max_tokens=490, temperature=0, request_id="late", timeout_seconds=0.05
+            "four", max_tokens=490, temperature=0, request_id="late", timeout_seconds=0.25
         ).result()
     await tiny_service.server.stop(5.0)
     rows = _rows(tiny_service.ledger, "request_id, outcome, status_code, num_output_tokens")

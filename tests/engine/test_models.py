@@ -278,6 +278,7 @@ PLAIN += ("gpt-oss, sinks", "deepseek 3")
 
 
 @pytest.mark.parametrize("name", [*OWN_ATTENTION, *PLAIN])
+@pytest.mark.thorough
 def test_over_a_plain_cache_any_attention_is_served_with_the_tokens_of_generate(name: str) -> None:
     kind, changes = (SERVED.get(name) or REFUSED[name])[:2]
     model = build(kind, changes)

@@ -16,6 +16,8 @@ from exports.schemas import TABLES
 from exports.storage import Target
 from tests.exports.ledgers import LedgerFill, new_ledger
 
+pytestmark = pytest.mark.thorough
+
 MARCH = datetime(2026, 3, 3, 12, 0, tzinfo=UTC)
 NOW = datetime(2026, 5, 20, 9, 0, tzinfo=UTC)
 ADDED = "num_accepted_of_length"

@@ -10,6 +10,8 @@ from exports.job import ExportOptions, run_export
 from tests.exports.ledgers import LedgerFill, new_ledger
 from tests.exports.test_job import published, read
 
+pytestmark = pytest.mark.thorough
+
 MARCH = datetime(2026, 3, 3, 12, 0, tzinfo=UTC)
 NOW = datetime(2026, 5, 20, 9, 0, tzinfo=UTC)
 

@@ -4,10 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from telemetry.ledger import models
 from telemetry.ledger.queries import check_ledger, ledger_stats
 from telemetry.ledger.session import open_ledger
 from tests.telemetry.recording_rig import recording_rig
+
+pytestmark = pytest.mark.thorough
 
 NUM_SERVERS = 3
 NUM_REQUESTS = 10

@@ -12,6 +12,8 @@ from tests.engine.driver import GREEDY, Outcome, request, run, tiny_engine
 from tests.engine.head.heads import deep_tiny_llama, save_tiny_head, tiny_head
 from tests.engine.head.test_head_drafter import PROMPTS, head_engine
 
+pytestmark = pytest.mark.thorough
+
 PENALISED = SamplingParams(temperature=0.7, seed=3, presence_penalty=0.5, top_k=40)
 
 

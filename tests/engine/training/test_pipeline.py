@@ -31,6 +31,8 @@ from tests.engine.driver import request, run
 from tests.engine.head.heads import deep_tiny_llama
 from tests.engine.training.tiny_run import prepared_run, tiny_recipe
 
+pytestmark = pytest.mark.thorough
+
 SETTINGS = TrainSettings(
     num_steps=10, batch_tokens=256, num_draft_steps=3, num_drafts_served=3, evaluate_every=5
 )

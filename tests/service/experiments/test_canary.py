@@ -29,6 +29,8 @@ from tests.marks import thorough
 from tests.service.experiments.simulation import STARTED_AT, Truth
 from tests.telemetry.ledger_records import request_record
 
+pytestmark = pytest.mark.thorough
+
 _MINUTE = timedelta(minutes=1)
 
 
