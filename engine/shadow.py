@@ -126,6 +126,10 @@ class ShadowReplay:
         self._is_begun = False
         self._num_interruptions = 0
 
+    def is_with(self, find: Callable[[str], HeadDrafter | None]) -> bool:
+        """Whether its heads are the engine's still."""
+        return all(find(head.name) is head for head in self._heads)
+
     def advance(self) -> tuple[ShadowFinding, ...] | None:
         """Do a slice; the findings when it was the last one, else None."""
         self._is_begun = True
@@ -250,6 +254,10 @@ class Shadow:
 
     def advance(self, num_drafts: int) -> tuple[ShadowFinding, ...] | None:
         """A slice of idle work: what it found, mostly nothing; None when there is none to do."""
+        if self._replay is not None and not self._replay.is_with(self._find):
+            self._replay.interrupt()  # a head of it was taken out of the engine
+            self._replay = None
+            self.queue.give_up()
         if self._replay is None:
             self._replay = self._next(num_drafts)
         if self._replay is None:

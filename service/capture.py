@@ -6,6 +6,7 @@ is written, and one whose redaction fails is not kept at all. Requests never wai
 disk costs prompts, which are counted.
 """
 
+import errno
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from service.redaction import Redact
 _FILE = re.compile(r"prompts-(\d{4}-\d{2}-\d{2})\.jsonl")
 _MAX_WAITING = 1024
 _CLOSE_SECONDS = 5.0
+_CHECK_SECONDS = 600.0  # between looks at what day it is
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class PromptCapture:
         redact: Redact | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         max_waiting: int = _MAX_WAITING,
+        check_seconds: float = _CHECK_SECONDS,
     ) -> None:
         """Raises OSError where the folder cannot be made."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -61,6 +64,7 @@ class PromptCapture:
         self._share = share
         self._retention = timedelta(days=retention_days)
         self._redact = redact
+        self._check_seconds = check_seconds
         self._clock = clock
         self._random = random.SystemRandom()
         self._waiting: queue.Queue[TextPrompt | ChatPrompt | None] = queue.Queue(max_waiting)
@@ -102,7 +106,16 @@ class PromptCapture:
 
     def _run(self) -> None:
         self._remove_old(self._clock().date())
-        while (prompt := self._waiting.get()) is not None:
+        while True:
+            try:
+                prompt = self._waiting.get(timeout=self._check_seconds)
+            except queue.Empty:
+                today = self._clock().date()  # old files go, whether new prompts come or not
+                if today != self._day:
+                    self._remove_old(today)
+                continue
+            if prompt is None:
+                return
             line = self._line(prompt)
             if line is None:
                 self._count(num_left_out=1)
@@ -157,7 +170,8 @@ class PromptCapture:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.fchmod(handle, 0o600)
-            os.write(handle, line)
+            if os.write(handle, line) != len(line):
+                raise OSError(errno.ENOSPC, "the disk took a part of a line")
         finally:
             os.close(handle)
 
@@ -165,11 +179,11 @@ class PromptCapture:
         self._day = today
         for path in self._folder.glob("prompts-*.jsonl"):
             match = _FILE.fullmatch(path.name)
-            if match and date.fromisoformat(match[1]) < today - self._retention:
-                try:
+            try:
+                if match and date.fromisoformat(match[1]) < today - self._retention:
                     path.unlink(missing_ok=True)
-                except OSError as error:
-                    _log.error("%s could not be removed: %s", path.name, error.strerror)
+            except (OSError, ValueError) as error:  # no such day is somebody else's file
+                _log.error("%s could not be removed: %s", path.name, error)
 
     def _count(self, **more: int) -> None:
         with self._lock:

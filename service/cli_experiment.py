@@ -12,7 +12,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.experiments.canary import CanaryRun
-from service.experiments.guard_rails import judge
+from service.experiments.guard_rails import Decision, judge
 from service.experiments.ledger_reader import LedgerReader
 from service.experiments.records import RollbackStore
 from service.experiments.report import Standing, render
@@ -114,7 +114,7 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
         try:
             require_current_schema(engine)
             now = datetime.now(UTC)
-            tally, stage = _tally(engine, experiment, max_draft_tokens, now)
+            tally, decisions, stage = _judged(engine, experiment, max_draft_tokens, now)
             shadows = read_shadows(engine, experiment, max_draft_tokens)
         finally:
             engine.dispose()
@@ -125,30 +125,32 @@ def _standing(file: Path, ledger: str | None, max_draft_tokens: int) -> Standing
     except (SQLAlchemyError, OSError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(EXIT_UNAVAILABLE) from error
-    rails = tally.experiment.guard_rails
-    decisions = {
-        candidate.name: judge(
-            tally.evidence(candidate.name, now.timestamp()), rails, tally.alpha_per_test
-        )
-        for candidate in experiment.candidates
-    }
     started_at = experiment.started_at.isoformat()
     of_this_start = [r for r in rollbacks if r.started_at == started_at]
     return Standing(experiment, tally.counts(), decisions, of_this_start, now, shadows, stage)
 
 
-def _tally(
+def _judged(
     engine: Engine, experiment: Experiment, max_draft_tokens: int, now: datetime
-) -> tuple[Tally, str]:
-    """What is judged by now, and the stage of an experiment that promotes by itself."""
+) -> tuple[Tally, dict[str, Decision], str]:
+    """What is judged by now, each candidate's decision as the servers come to it, and the stage
+    of an experiment that promotes by itself."""
     if experiment.promote == "automatic":
         run = CanaryRun(
             experiment,
             lambda tally: LedgerReader(engine, tally),
             max_draft_tokens=max_draft_tokens,
         )
-        run.look(now)
-        return run.tally, run.stage.said
+        decision = run.look(now)
+        return run.tally, {experiment.candidates[0].name: decision}, run.stage.said
     tally = Tally(experiment, max_draft_tokens=max_draft_tokens)
     LedgerReader(engine, tally).advance(now)
-    return tally, ""
+    decisions = {
+        candidate.name: judge(
+            tally.evidence(candidate.name, now.timestamp()),
+            experiment.guard_rails,
+            tally.alpha_per_test,
+        )
+        for candidate in experiment.candidates
+    }
+    return tally, decisions, ""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from engine.config import HeadSource
+from engine.config import HeadSource, ShadowPlan
 from engine.stats import ModelInfo
 from service.experiments.heads import DrafterNames, RegisteredHeads
 from service.experiments.live import LiveExperiments
@@ -23,7 +23,7 @@ class HeadHost(Protocol):
 
     async def add_head(self, source: HeadSource) -> ModelInfo: ...
     async def remove_drafter(self, name: str) -> ModelInfo: ...
-    async def shadow(self, drafters: Sequence[tuple[tuple[str, ...], float]]) -> ModelInfo: ...
+    async def shadow(self, plans: Sequence[ShadowPlan]) -> ModelInfo: ...
 
 
 class DrafterReload:
@@ -84,11 +84,11 @@ class DrafterReload:
                         self._info = await self._host.add_head(source)
                         added.append(name)
                         _log.info("loaded the head %s", name)
+                self._warn_of_moved(experiment, names)
+                self._experiments.take(experiment, names)
             except BaseException:
                 await self._remove(added)
                 raise
-            self._warn_of_moved(experiment, names)
-            self._experiments.take(experiment, names)
             leaving = self._loaded - wanted.sources.keys()
             self._loaded = frozenset(wanted.sources)
             self._tell(names, leaving)
@@ -110,13 +110,13 @@ class DrafterReload:
                 )  # fmt: skip
 
     async def _shadow(self, experiment: Experiment | None, names: DrafterNames) -> None:
-        plans: list[tuple[tuple[str, ...], float]] = []
+        plans: list[ShadowPlan] = []
         if experiment is not None:
             baseline = experiment.baseline
             for shadow in experiment.shadows:
                 wanted = [shadow.drafter] if baseline is None else [shadow.drafter, baseline]
                 found = dict.fromkeys(names.versions.get(name, name) for name in wanted)
-                plans.append((tuple(found), shadow.share))
+                plans.append(ShadowPlan(tuple(found), shadow.share))
         await self._host.shadow(plans)
 
     async def _remove(self, names: Collection[str]) -> None:

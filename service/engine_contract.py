@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from engine.breaker import SpeculationBreaker
-from engine.config import HeadSource
+from engine.config import HeadSource, ShadowPlan
 from engine.request import FinishReason, GenerationRequest, StructuredOutput
 from engine.stats import EngineLoad, ModelInfo
 from engine.step import StepOutput
 
 if TYPE_CHECKING:  # it would load torch
     from engine.audit import AuditFinding
-    from engine.config import ShadowPlan
     from engine.drafter.head.assembly import ReadyHead
     from engine.shadow import ShadowFinding
 
@@ -31,7 +30,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def load(self) -> EngineLoad: ...
     def audit_next(self) -> "AuditFinding | None": ...
-    def shadow(self, plans: "Sequence[ShadowPlan]") -> ModelInfo: ...
+    def shadow(self, plans: Sequence[ShadowPlan]) -> ModelInfo: ...
     def shadow_next(self) -> "tuple[ShadowFinding, ...] | None": ...
     @property
     def breaker(self) -> SpeculationBreaker: ...

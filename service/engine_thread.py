@@ -132,9 +132,8 @@ class EngineThread:
         """Offer a head no more. Raises ValueError for what cannot be taken out, EngineGoneError."""
         return await self._change(lambda engine: engine.remove_drafter(name))
 
-    async def shadow(self, drafters: Sequence[tuple[tuple[str, ...], float]]) -> ModelInfo:
-        """Measure heads, in idle time, on a share of what finishes: (drafters, share) each."""
-        plans = [ShadowPlan(names, share) for names, share in drafters]
+    async def shadow(self, plans: Sequence[ShadowPlan]) -> ModelInfo:
+        """Measure heads, in idle time, on a share of what finishes."""
         return await self._change(lambda engine: engine.shadow(plans))
 
     async def _change(self, apply: Callable[[Engine], ModelInfo]) -> ModelInfo:

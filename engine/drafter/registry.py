@@ -194,7 +194,11 @@ class HeadRegistry:
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """One program at a time changes the pointer of a name, on every machine."""
-        with (self._folder(name) / _LOCK).open("a") as handle:
+        try:
+            handle = (self._folder(name) / _LOCK).open("a")
+        except OSError as error:
+            raise RegistryError(f"{name}: cannot be changed: {error.strerror}") from error
+        with handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 

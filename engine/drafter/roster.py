@@ -60,7 +60,10 @@ class DrafterRoster:
     def load(self, source: HeadSource) -> ReadyHead:
         """Ready to be added; slow, from any thread. Raises HeadFormatError naming the field."""
         if self._loader is None:
-            raise HeadFormatError(f"heads.{source.name}: this layout gives a head no states")
+            raise HeadFormatError(
+                f"heads.{source.name}: this layout, or a target over several processes, gives a "
+                "head no states"
+            )
         return self._loader.load(source)
 
     def add(self, ready: ReadyHead) -> None:
@@ -99,7 +102,7 @@ class DrafterRoster:
             self._set_costs()
 
     def _set_costs(self) -> None:
-        # Which drafter will propose is not known when K is chosen: the dearest is assumed.
+        # Rows of one step may be drafted for by different models: the dearest is assumed.
         tables = [*(made.costs for made in self._heads.values()), *self._other_costs]
         dearest = max(tables, key=lambda table: table.forward_seconds(1), default=None)
         self._lengths.change_drafters(self._max_draft_tokens if self._chain.names else 0, dearest)

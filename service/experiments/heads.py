@@ -8,6 +8,7 @@ from engine.drafter.registry import HeadRegistry, RegistryError
 from engine.request import SpeculationMode, SpeculationParams
 
 _PREFIX = "head:"
+_DRAFT_MODEL = "draft_model"
 
 
 def reference_of(drafter: str) -> str | None:
@@ -83,7 +84,17 @@ class RegisteredHeads:
             versions[name] = f"{_PREFIX}{source.name}"
             versions[versions[name]] = versions[name]
             sources[versions[name]] = source
-        return WantedHeads(DrafterNames(versions, self._default), sources)
+        return WantedHeads(DrafterNames(versions, self._own_default(without)), sources)
+
+    def _own_default(self, own: frozenset[str]) -> tuple[str, ...] | None:
+        """What of the default the engine has: the shipped head fits some targets only, and a
+        draft model is the engine's own last choice, whether it is named or not."""
+        if self._default is None:
+            return None
+        found = [name for name in self._default if reference_of(name) is not None or name in own]
+        if _DRAFT_MODEL in own and _DRAFT_MODEL not in found:
+            found.append(_DRAFT_MODEL)
+        return tuple(found)
 
     def _find(self, reference: str) -> HeadSource:
         if self._registry is None:

@@ -127,10 +127,12 @@ class LiveExperiments:
             record.experiment, record.variant, record.rule,
         )  # fmt: skip
 
-    def set_share(self, share: float) -> None:
-        """Of the one candidate, from now on; see service/experiments/canary.py."""
-        self._share = share
-        self._share_out()
+    def set_share(self, share: float, of: Experiment) -> None:
+        """Of the one candidate of the experiment `of`, from now on, unless another one has been
+        read meanwhile; see service/experiments/canary.py."""
+        if of == self._read and share != self._share:
+            self._share = share
+            self._share_out()
 
     def _share_out(self) -> None:
         if self._read is not None:

@@ -91,9 +91,12 @@ def _standing(
 
 
 def _is_baseline(name: str, experiment: Experiment) -> bool:
-    """The ledger says the version that a name stood for."""
+    """The ledger says the version that a name stood for; other shadows of it are no control."""
     wanted = experiment.baseline
-    return wanted is not None and (name == wanted or name.partition("@")[0] == wanted)
+    if wanted is None or name == wanted:
+        return wanted is not None
+    is_shadow = name in {shadow.drafter for shadow in experiment.shadows}
+    return name.partition("@")[0] == wanted and not is_shadow
 
 
 def _scaled(mean: BoundedMean, factor: float, offset: float) -> Interval:

@@ -63,12 +63,12 @@ class ExperimentWatch:
 
     async def look(self) -> dict[str, Decision]:
         """Read what is new and act on it; the decision of each candidate that has a share."""
-        running = self._experiments.running
-        if running is None:
+        running, as_read = self._experiments.running, self._experiments.as_read
+        if running is None or as_read is None:
             return {}
         now = self._clock()
         try:
-            decisions = await asyncio.to_thread(self._judge, running, now)
+            decisions = await asyncio.to_thread(self._judge, running, as_read, now)
         except SQLAlchemyError as error:
             _log.warning("the experiment was not looked at: %s", getattr(error, "orig", error))
             if self._ledger is not None:
@@ -115,19 +115,24 @@ class ExperimentWatch:
             self._end(running, name, decision, now, is_promoted=True)
 
     def _follow_stage(self) -> None:
-        if self._canary is None or self._canary.stage == self._stage:
+        canary = self._canary
+        if canary is None:
             return
-        self._stage = self._canary.stage
-        self._experiments.set_share(self._stage.share)
-        _log.info("experiment %s: %s", self._canary.experiment.name, self._stage.said)
+        self._experiments.set_share(canary.stage.share, canary.experiment)
+        if canary.stage != self._stage:
+            self._stage = canary.stage
+            _log.info("experiment %s: %s", canary.experiment.name, self._stage.said)
 
-    def _judge(self, running: Experiment, now: datetime) -> dict[str, Decision]:
+    def _judge(
+        self, running: Experiment, as_read: Experiment, now: datetime
+    ) -> dict[str, Decision]:
         if running.promote == "automatic":
             candidate = running.candidates[0]
             if candidate.weight == 0:
                 return {}
-            return {candidate.name: self._canary_of(running).look(now)}
-        tally = self._advance(running, now)
+            return {candidate.name: self._canary_of(as_read).look(now)}
+        self._canary = None
+        tally = self._advance(as_read, now)
         rails = running.guard_rails
         return {
             candidate.name: judge(
@@ -137,10 +142,9 @@ class ExperimentWatch:
             if candidate.weight > 0
         }
 
-    def _advance(self, running: Experiment, now: datetime) -> Tally:
+    def _advance(self, as_read: Experiment, now: datetime) -> Tally:
         if self._ledger is None:
             self._ledger = self._open_ledger()
-        as_read = self._experiments.as_read or running
         if self._tally is None or self._reader is None or self._of != as_read:
             self._of = as_read
             self._said.clear()
@@ -149,10 +153,10 @@ class ExperimentWatch:
         self._reader.advance(now)
         return self._tally
 
-    def _canary_of(self, running: Experiment) -> CanaryRun:
+    def _canary_of(self, as_read: Experiment) -> CanaryRun:
         if self._ledger is None:
             self._ledger = self._open_ledger()
-        ledger, as_read = self._ledger, self._experiments.as_read or running
+        ledger = self._ledger
         if self._canary is None or self._canary.experiment != as_read:
             self._stage = None
             self._canary = CanaryRun(
@@ -168,7 +172,15 @@ class ExperimentWatch:
                 await self.look()
             except Exception:
                 _log.exception("the experiment was not looked at")
-            await asyncio.sleep(self._interval_seconds)
+            await asyncio.sleep(self._pause_seconds)
+
+    @property
+    def _pause_seconds(self) -> float:
+        """A stage settles within two of an experiment's looks: no server may come later."""
+        running = self._experiments.running
+        if running is None or running.promote != "automatic":
+            return self._interval_seconds
+        return min(self._interval_seconds, running.canary_check_seconds)
 
 
 def _nowhere(experiment: Experiment, decision: Decision) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import HeadSource
+from engine.config import HeadSource, ShadowPlan
 from engine.drafter.registry import HeadRegistry, RegistryError
 from engine.stats import ModelInfo
 from service.drafter_reload import DrafterReload
@@ -38,7 +38,7 @@ class _Host:
         self.info = FAKE_INFO
         self.broken = ""
         self.calls: list[str] = []
-        self.shadows: Sequence[tuple[tuple[str, ...], float]] = ()
+        self.shadows: Sequence[ShadowPlan] = ()
 
     async def add_head(self, source: HeadSource) -> ModelInfo:
         self.calls.append(f"+{source.name}")
@@ -54,8 +54,8 @@ class _Host:
         self.info = replace(self.info, drafters=drafters)
         return self.info
 
-    async def shadow(self, drafters: Sequence[tuple[tuple[str, ...], float]]) -> ModelInfo:
-        self.shadows = drafters
+    async def shadow(self, plans: Sequence[ShadowPlan]) -> ModelInfo:
+        self.shadows = plans
         return self.info
 
 
@@ -168,7 +168,7 @@ async def test_a_promotion_of_a_broken_head_is_told_once(
 async def test_shadows_are_measured_beside_the_controls_head(rig: _Rig) -> None:
     rig.write(f'{FILE}[[shadow]]\ndrafter = "head:code@0001"\nshare = 0.25\n')
     await rig.reload.open(FAKE_INFO)
-    assert rig.host.shadows == [(("head:code@0001", "head:chat@0001"), 0.25)]
+    assert rig.host.shadows == [ShadowPlan(("head:code@0001", "head:chat@0001"), 0.25)]
     rig.write(FILE)
     await rig.reload.reload()
     assert rig.host.shadows == []
