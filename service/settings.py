@@ -49,7 +49,7 @@ class ServiceSettings(BaseSettings):
     audit_cases: Path | None = None  # a folder that keeps what diverged, prompts included
     heads: tuple[str, ...] = ()  # of the registry, NAME or NAME@VERSION: drafters "head:NAME"
     registry: Path | None = None  # None: under `home`
-    experiment_file: Path | None = None  # read again on SIGHUP
+    experiment_file: Path | None = None  # read again on SIGHUP and when it changes
     experiment_check_seconds: float = Field(default=30, gt=0)  # how often guard rails look
 
     # Keeping prompts to train drafters with: off, see SECURITY.md
@@ -112,7 +112,7 @@ class ServiceSettings(BaseSettings):
     trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
     step_span_every: int = Field(default=100, ge=0)  # a span for every n-th engine step; 0: none
     price_per_hour_usd: Decimal = Field(default=Decimal("1.00"), ge=0)  # without a price book
-    price_book: Path | None = None  # read again on SIGHUP
+    price_book: Path | None = None  # read again on SIGHUP and when it changes
     machine_type: str = "default"
     purchase: str = "on_demand"
     home: Path = Path("~/.cache/tandem")

@@ -19,5 +19,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(autouse=True)
 def _usual_log_level() -> None:
-    """A server started in an earlier test chose what this process logs."""
-    logging.getLogger().setLevel(logging.WARNING)
+    """A server started in an earlier test chose what this process logs, and where to."""
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    root.handlers[:] = [h for h in root.handlers if type(h).__module__ != "telemetry.logs"]

@@ -1,6 +1,6 @@
 """What an experiment is: its variants, how requests are spread over them, and its guard rails.
 
-Read from a TOML file that is read again on SIGHUP:
+Read from a TOML file that is read again on SIGHUP, and when it changes where files are watched:
 
     name = "chat-v4"
     started_at = 2026-11-30T08:00:00Z  # earlier requests do not count

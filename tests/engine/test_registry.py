@@ -58,6 +58,11 @@ def test_rollback_goes_back_step_by_step(registry: HeadRegistry, tmp_path: Path)
         registry.rollback("chat")
 
 
+def test_a_name_that_nobody_registered_is_refused_by_name(registry: HeadRegistry) -> None:
+    with pytest.raises(RegistryError, match="nobody"):
+        registry.rollback("nobody")
+
+
 def test_changed_files_are_not_promoted(registry: HeadRegistry, tmp_path: Path) -> None:
     version = registry.register(_head(tmp_path / "a", "one"), "chat").version
     (registry.folder_of("chat", version) / WEIGHTS).write_text("other")

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,33 @@ def test_a_tenant_opts_out_in_the_access_file(tmp_path: Path) -> None:
     path.write_text('[tenants.a]\ncapture = "no"\n')
     with pytest.raises(AccessFileError, match=r"tenants\.a\.capture: must be true or false"):
         read_access_file(path)
+
+
+def test_old_files_go_when_no_prompt_comes_and_a_strange_name_harms_nothing(
+    tmp_path: Path,
+) -> None:
+    today = [NOW]
+    (tmp_path / "prompts-2026-13-40.jsonl").write_text("somebody else's")
+    old = tmp_path / "prompts-2026-11-29.jsonl"
+    old.write_text("{}")
+    capture = PromptCapture(
+        tmp_path, share=1, retention_days=1, clock=lambda: today[0], check_seconds=0.01
+    )
+    today[0] = NOW + timedelta(days=2)
+    deadline = time.monotonic() + 30
+    while old.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not old.exists()
+    capture.offer(_order(TextPrompt("still kept")), is_allowed=True)
+    capture.close()
+    assert capture.counts.num_written == 1
+    assert (tmp_path / "prompts-2026-13-40.jsonl").exists()
+
+
+def test_half_a_line_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr("service.capture.os.write", lambda file, line: write(file, line[:3]))
+    capture = PromptCapture(tmp_path, share=1, retention_days=30, clock=lambda: NOW)
+    capture.offer(_order(TextPrompt("one")), is_allowed=True)
+    capture.close()
+    assert (capture.counts.num_written, capture.counts.num_failed) == (0, 1)

@@ -106,6 +106,31 @@ async def test_an_experiment_brings_its_heads_and_takes_them_with_it(rig: _Rig) 
     await rig.reload.stop()
 
 
+async def test_rollbacks_that_cannot_be_read_leave_no_head_behind(rig: _Rig) -> None:
+    await rig.reload.open(FAKE_INFO)
+    rig.write(FILE)
+    (rig.folder / "rollbacks").mkdir(exist_ok=True)
+    broken = rig.folder / "rollbacks" / "trial.json"
+    broken.write_text("no JSON")
+    with pytest.raises(ValueError, match=r"Expecting value|trial"):
+        await rig.reload.reload()
+    assert rig.host.info.drafters == ("prompt_lookup",)
+    broken.unlink()
+    await rig.reload.reload()
+    assert "head:chat@0002" in rig.host.info.drafters
+    await rig.reload.stop()
+
+
+def test_a_default_names_what_the_engine_has(rig: _Rig) -> None:
+    """The shipped head fits some targets only; a draft model is always the engine's last choice."""
+    heads = RegisteredHeads(rig.registry, (), ("prompt_lookup", "head", "head:chat"))
+    without_head = heads.wanted((), frozenset({"prompt_lookup"})).names
+    assert without_head.default == ("prompt_lookup", "head:chat")
+    with_draft = heads.wanted((), frozenset({"prompt_lookup", "head", "draft_model"})).names
+    assert with_draft.default == ("prompt_lookup", "head", "head:chat", "draft_model")
+    assert RegisteredHeads(rig.registry).wanted().names.default is None
+
+
 async def test_one_broken_head_leaves_everything_as_it_was(rig: _Rig) -> None:
     await rig.reload.open(FAKE_INFO)
     rig.host.broken = "code@0001"
@@ -158,7 +183,10 @@ async def test_a_promotion_of_a_broken_head_is_told_once(
     await rig.reload.open(FAKE_INFO)
     rig.host.broken = "chat@0002"
     rig.registry.promote("chat", "0002")
-    await asyncio.sleep(0.5)
+    async with asyncio.timeout(30):
+        while "+chat@0002" not in rig.host.calls:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # some twenty further looks at the registry
     assert rig.experiments.names.versions["head:chat"] == "head:chat@0001"
     assert rig.host.calls.count("+chat@0002") == 1
     assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1

@@ -117,6 +117,23 @@ def test_a_share_is_drawn_by_the_requests_ids_alone(tmp_path: Path) -> None:
     assert 8 <= sum(map(len, chosen)) <= 32
 
 
+def test_a_head_that_goes_takes_its_replay_with_it(tmp_path: Path) -> None:
+    engine = head_engine(tmp_path)
+    engine.shadow([ShadowPlan(("head",), 1.0)])
+    run(engine, [request(str(i), p) for i, p in enumerate(PROMPTS)])
+    assert engine.shadow_next() == ()  # a first slice: the replay is under way
+    shadow = engine._idle._shadow
+    replay, find = shadow._replay, shadow._find
+    shadow._find = lambda name: None
+    assert engine.shadow_next() is None
+    assert shadow._replay is None is not replay
+    shadow._find = find
+    engine.shadow([ShadowPlan(("head",), 1.0)])
+    run(engine, [request("later", PROMPTS[0])])
+    (found,) = _measured(engine)
+    assert found.num_given_up == len(PROMPTS)
+
+
 def test_a_replay_that_fails_costs_its_finding_alone(tmp_path: Path) -> None:
     engine = head_engine(tmp_path)
     engine.shadow([ShadowPlan(("head",), 1.0)])

@@ -29,8 +29,6 @@ from tests.marks import thorough
 from tests.service.experiments.simulation import STARTED_AT, Truth
 from tests.telemetry.ledger_records import request_record
 
-pytestmark = pytest.mark.thorough
-
 _MINUTE = timedelta(minutes=1)
 
 
@@ -319,6 +317,44 @@ async def test_a_candidate_that_loses_is_rolled_back_by_all_and_promoted_by_none
     assert servers.registry.pointer("chat").current == "0001"
     for live, _ in servers.servers:
         assert list(live.variants) == ["control"]
+
+
+async def test_a_share_is_that_of_its_own_experiment(tmp_path: Path) -> None:
+    """Read anew while a look is under way: the look's share must not reach the new file."""
+    servers = _Servers(tmp_path)
+    live, watch = servers.servers[0]
+    old = live.as_read
+    assert old is not None
+    (tmp_path / "experiment.toml").write_text(_FILE.replace("trial", "another"))
+    live.take(live.read(), DrafterNames())
+    live.set_share(0.5, old)
+    assert live.running is not None
+    assert live.running.weights["candidate"] == 0.1
+    live.set_share(0.5, live.as_read)  # type: ignore[arg-type]
+    assert live.running.weights["candidate"] == 0.5
+    # Taken away and put back, the experiment begins at the file's share, and follows its stage.
+    text = (tmp_path / "experiment.toml").read_text()
+    (tmp_path / "experiment.toml").unlink()
+    live.take(live.read(), DrafterNames())
+    (tmp_path / "experiment.toml").write_text(text)
+    live.take(live.read(), DrafterNames())
+    assert live.running.weights["candidate"] == 0.1
+    await watch.stop()
+
+
+async def test_no_server_looks_more_seldom_than_a_stage_takes_to_settle(tmp_path: Path) -> None:
+    servers = _Servers(tmp_path)
+    live, _ = servers.servers[0]
+    watch = ExperimentWatch(
+        live,
+        lambda: open_ledger(servers.url, read_only=True),
+        max_draft_tokens=4,
+        interval_seconds=3600,
+    )
+    assert watch._pause_seconds == 60
+    (tmp_path / "experiment.toml").unlink()
+    live.take(live.read(), DrafterNames())
+    assert watch._pause_seconds == 3600
 
 
 def test_status_and_report_say_which_stage_it_is_in(tmp_path: Path) -> None:

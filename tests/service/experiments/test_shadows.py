@@ -71,6 +71,23 @@ def test_a_record_survives_the_journal() -> None:
     assert decode_record(encode_record(row)) == row
 
 
+def test_other_shadows_of_a_name_are_no_control(tmp_path: Path, url: str) -> None:
+    names = [f"head:chat@000{version}" for version in (3, 2, 4, 5)]  # in the order of the rows
+    _write(
+        url,
+        [_row(index, name, 8 + place) for index in range(50) for place, name in enumerate(names)],
+    )
+    more = "".join(
+        f'[[shadow]]\ndrafter = "head:chat@000{version}"\nshare = 0.2\n' for version in (4, 5)
+    )
+    engine = open_ledger(url, read_only=True)
+    found = read_shadows(engine, _experiment(tmp_path, FILE + more), 4)
+    engine.dispose()
+    assert {standing.baseline for standing in found} == {"head:chat@0002"}
+    gains = [standing.gain.estimate for standing in found if standing.gain is not None]
+    assert gains == pytest.approx([-0.1, 0.1, 0.2])
+
+
 def test_heads_are_compared_on_the_same_requests(tmp_path: Path, url: str) -> None:
     rows = []
     for index in range(400):
