@@ -5,7 +5,7 @@ import pytest
 from tests.k8s.manifests import MULTI_NODE, OVERLAYS, TRAINING, Resource, build
 
 
-@pytest.fixture(params=OVERLAYS)
+@pytest.fixture(params=[*OVERLAYS, MULTI_NODE])
 def resources(request: pytest.FixtureRequest) -> list[Resource]:
     return build(request.param)
 

@@ -103,8 +103,23 @@ def pods(resources: list[Resource]) -> list[Pod]:
 
 
 def serve_pod(resources: list[Resource]) -> Pod:
-    (found,) = [pod for pod in pods(resources) if pod.owner == "Deployment/tandem"]
+    """The pod that answers: of the Deployment, or the leader of a group."""
+    owners = ("Deployment/tandem", "LeaderWorkerSet/tandem-group/leader")
+    (found,) = [pod for pod in pods(resources) if pod.owner in owners]
     return found
+
+
+def serve_workload(resources: list[Resource]) -> Resource:
+    """The Deployment of the servers, or the LeaderWorkerSet of their groups."""
+    kind, name = serve_pod(resources).owner.split("/")[:2]
+    return named(resources, kind, name)
+
+
+def num_gpus(resources: list[Resource]) -> int:
+    """Of one replica, all of its pods together."""
+    workload, container = serve_workload(resources), serve_container(resources)
+    size = workload["spec"].get("leaderWorkerTemplate", {"size": 1})["size"]
+    return size * int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
 
 
 def serve_container(resources: list[Resource]) -> Mapping[str, Any]:

@@ -74,7 +74,7 @@ class ServerProcess:
     """A `tandem serve` of its own, configured as in a pod: by the environment alone."""
 
     def __init__(self, model: Path, home: Path, grace_seconds: float, **variables: str) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._process: asyncio.subprocess.Process | None = None
         self._log = home.with_suffix(".log")
         self._environ = {
@@ -149,7 +149,8 @@ async def forwarder(num_addresses: int) -> AsyncIterator[Forwarder]:
         await front.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """That nobody listened on a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -21,6 +21,7 @@ from tests.k8s.manifests import (
     launched,
     named,
     num_bytes,
+    num_gpus,
     of_kind,
     pods,
     references,
@@ -198,6 +199,14 @@ def test_the_price_book_knows_the_machine(
     path = tmp_path / settings.price_book.name
     path.write_text(book["data"][path.name], encoding="utf-8")
     schedule_of(read_price_book(path), settings.machine_type, settings.purchase)
+    # A replica of several GPUs or machines costs what all of them cost together.
+    gpus = num_gpus(resources)
+    expected = f"gpu-{gpus}" if gpus else "cpu-4"
+    assert settings.machine_type == expected
+    for pod in pods(resources):
+        for container in pod.ours():
+            priced = environment(resources, container).get("TANDEM_MACHINE_TYPE", expected)
+            assert priced == expected, pod.owner
 
 
 def test_files_that_settings_name_are_mounted(

@@ -16,6 +16,7 @@ from tests.k8s.manifests import (
     selects,
     serve_container,
     serve_pod,
+    serve_workload,
 )
 
 VOLUME_KINDS = {"configMap", "csi", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
@@ -121,7 +122,12 @@ def test_disruptions_and_updates_leave_enough_servers(resources: list[Resource])
     budget = named(resources, "PodDisruptionBudget", "tandem")["spec"]
     assert selects(budget["selector"], serve_pod(resources).labels)
     assert budget["maxUnavailable"] == 1
-    rolling = named(resources, "Deployment", "tandem")["spec"]["strategy"]["rollingUpdate"]
+    spec = serve_workload(resources)["spec"]
+    rolling = (
+        spec["strategy"]["rollingUpdate"]
+        if "strategy" in spec
+        else spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+    )
     assert rolling["maxUnavailable"] == 0
     assert rolling["maxSurge"] >= 1
 
@@ -152,10 +158,13 @@ def test_one_autoscaler_owns_the_replicas(resources: list[Resource]) -> None:
         *of_kind(resources, "HorizontalPodAutoscaler"),
         *of_kind(resources, "ScaledObject"),
     ]
-    replicas = named(resources, "Deployment", "tandem")["spec"].get("replicas")
+    workload = serve_workload(resources)
+    replicas = workload["spec"].get("replicas")
     if not autoscalers:
         assert replicas == 1
         return
     (autoscaler,) = autoscalers
     assert replicas is None
-    assert autoscaler["spec"]["scaleTargetRef"]["name"] == "tandem"
+    target = autoscaler["spec"]["scaleTargetRef"]
+    assert target["name"] == workload["metadata"]["name"]
+    assert target.get("kind", "Deployment") == workload["kind"]

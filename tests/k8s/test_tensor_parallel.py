@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,19 +23,20 @@ from tests.k8s.manifests import (
     serve_container,
     serve_pod,
 )
-from tests.k8s.rollout import ServerProcess
+from tests.k8s.rollout import ServerProcess, free_port
 from tests.k8s.test_policy import FLUSH_SECONDS
 from tests.tiny import save_tiny_model
 
 OVERLAY = "prod-gpu-tp"
 
 
-@pytest.fixture
-def split() -> list[Resource]:
-    return build(OVERLAY)
+@pytest.fixture(params=[OVERLAY, MULTI_NODE])
+def split(request: pytest.FixtureRequest) -> list[Resource]:
+    return build(request.param)
 
 
-def test_torchrun_starts_a_process_for_each_gpu_and_each_shard(split: list[Resource]) -> None:
+def test_torchrun_starts_a_process_for_each_gpu_and_each_shard() -> None:
+    split = build(OVERLAY)  # the groups of several machines: test_multi_node
     container = serve_container(split)
     options, arguments = launched(container)
     parsed = torch.distributed.run.get_args_parser().parse_args([*options, "tandem", *arguments])
@@ -48,13 +48,15 @@ def test_torchrun_starts_a_process_for_each_gpu_and_each_shard(split: list[Resou
 
 
 def test_torchrun_waits_for_the_drain_and_the_kubelet_for_torchrun(split: list[Resource]) -> None:
-    container = serve_container(split)
-    options, _ = launched(container)
-    (wait,) = re.findall(r"--shutdown-timeout=(\d+)", " ".join(options))
-    grace = environment(split, container)["TANDEM_GRACE_SECONDS"]
-    assert int(wait) >= float(grace or 0) + FLUSH_SECONDS
-    pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert serve_pod(split).spec["terminationGracePeriodSeconds"] >= pre_stop + int(wait)
+    pre_stop = serve_container(split)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    torchruns = [(pod, c) for pod in pods(split) for c in pod.ours() if "command" in c]
+    assert torchruns
+    for pod, container in torchruns:  # workers as long as leaders: they compute its streams
+        options, _ = launched(container)
+        (wait,) = re.findall(r"--shutdown-timeout=(\d+)", " ".join(options))
+        grace = environment(split, container)["TANDEM_GRACE_SECONDS"]
+        assert int(wait) >= float(grace or 0) + FLUSH_SECONDS
+        assert pod.spec["terminationGracePeriodSeconds"] >= pre_stop + int(wait)
 
 
 _VARIABLES = {
@@ -74,17 +76,11 @@ def _command(container: Mapping[str, Any], **changes: object) -> list[str | Path
     return [_PROGRAMS / "torchrun", *options, _PROGRAMS / "tandem", *arguments]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class _SplitServer(ServerProcess):
     """`tandem serve` started by the overlay's own torchrun command, on processors."""
 
     def command(self) -> list[str | Path]:
-        return _command(serve_container(build(OVERLAY)), master_port=_free_port())
+        return _command(serve_container(build(OVERLAY)), master_port=free_port())
 
 
 def _server(tmp_path: Path) -> _SplitServer:
@@ -100,7 +96,7 @@ class _Group(ServerProcess):
     def commands(self) -> list[list[str | Path]]:
         found = [pod for pod in pods(build(MULTI_NODE)) if "LeaderWorkerSet" in pod.owner]
         place = {"nnodes": 2, "nproc_per_node": 1, "master_addr": "127.0.0.1"}
-        port = _free_port()
+        port = free_port()
         return [
             _command(pod.spec["containers"][0], **place, node_rank=rank, master_port=port)
             for rank, pod in enumerate(found)
