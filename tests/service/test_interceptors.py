@@ -5,8 +5,10 @@ import io
 import json
 import logging
 import sys
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 
+import grpc
 import pytest
 from grpc import aio
 from opentelemetry import trace
@@ -19,6 +21,7 @@ from service.assembly import set_up_logs
 from service.async_client import AsyncClient
 from service.client_calls import TandemError
 from service.pb import generation_pb2 as pb
+from service.pb import generation_pb2_grpc as pb_grpc
 from service.prompts import PromptEncoder
 from service.settings import ServiceSettings
 from telemetry import names
@@ -70,6 +73,78 @@ def _calls(spans: InMemorySpanExporter) -> list[tuple[str, object]]:
         for span in spans.get_finished_spans()
         if span.name.startswith(PREFIX)
     ]
+
+
+async def test_a_connection_that_breaks_and_an_engine_that_dies_show_on_their_calls(
+    spans: InMemorySpanExporter,
+) -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    request = text_request(stopping=pb.StoppingParams(max_tokens=4000))
+    async with running_server(engine) as running:
+        async with _wire_to(running.server.port) as (port, cut):
+            channel = aio.insecure_channel(f"127.0.0.1:{port}")
+            stream = pb_grpc.GenerationServiceStub(channel).Generate(request)
+            await stream.read()
+            cut()
+            await wait_until(lambda: len(_calls(spans)) == 1)
+            await channel.close()
+        assert _calls(spans) == [(f"{PREFIX}Generate", "CANCELLED")]
+        stream = running.stub.Generate(request)
+        await stream.read()
+        engine.crash = True
+        assert await stream.code() is grpc.StatusCode.ABORTED
+        await wait_until(lambda: len(_calls(spans)) == 2)
+    assert _calls(spans)[1] == (f"{PREFIX}Generate", "ABORTED")
+    for span in _of_kind(spans, SpanKind.SERVER):
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.attributes is not None
+        status_code = span.attributes[names.ATTR_RPC_STATUS_CODE]
+        assert span.attributes[names.ATTR_ERROR_TYPE] == status_code
+
+
+@asynccontextmanager
+async def _wire_to(port: int) -> AsyncIterator[tuple[int, Callable[[], None]]]:
+    """A port that leads to another, and what breaks all connections without a farewell."""
+    ends: list[asyncio.StreamWriter] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        ends.extend((writer, far_writer))
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    def cut() -> None:
+        for end in ends:
+            end.transport.abort()
+
+    wire = await asyncio.start_server(connect, "127.0.0.1", 0)
+    async with wire:
+        yield wire.sockets[0].getsockname()[1], cut
+        cut()
+
+
+async def test_a_method_that_does_not_exist_makes_no_span_and_no_series(
+    spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(
+        "telemetry.tracing._call_duration.record",
+        lambda value, attributes, **_: counted.append(attributes[names.ATTR_RPC_METHOD]),
+    )
+    async with running_server() as running:
+        for number in range(20):
+            call = running.channel.unary_unary(f"/{PREFIX}MadeUp{number}")
+            with pytest.raises(aio.AioRpcError) as refused:
+                await call(b"")
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await running.stub.GetLoad(pb.GetLoadRequest())
+        await wait_until(lambda: counted)
+    assert counted == [f"{PREFIX}GetLoad"]
+    assert [span.name for span in spans.get_finished_spans()] == counted
 
 
 async def test_spans_of_a_request_belong_to_its_call_and_hold_no_text(
