@@ -21,7 +21,6 @@ from tests.k8s.manifests import (
     launched,
     pods,
     serve_container,
-    serve_pod,
 )
 from tests.k8s.rollout import ServerProcess, free_port
 from tests.k8s.test_policy import FLUSH_SECONDS
