@@ -22,6 +22,8 @@ from service.settings import ServiceSettings
 from tests.engine.heads import NUM_LAYERS, config_for, random_head
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.thorough
+
 _EXPERIMENT = """
 name = "heads"
 started_at = 2026-01-01T00:00:00Z

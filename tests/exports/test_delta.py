@@ -14,6 +14,8 @@ from exports.storage import Target
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 from tests.exports.test_job import read
 
+pytestmark = pytest.mark.thorough
+
 deltalake = pytest.importorskip("deltalake")
 
 NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)

@@ -16,6 +16,8 @@ from exports.storage import Target
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 from tests.exports.test_job import published
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("gcp_storage_emulator")
 
 NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)

@@ -21,6 +21,8 @@ from exports.storage import Target
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 from tests.exports.test_job import published
 
+pytestmark = pytest.mark.thorough
+
 moto_server = pytest.importorskip("moto.server")
 
 NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)

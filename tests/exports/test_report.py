@@ -17,6 +17,8 @@ from exports.report.page import formatted, write_report
 from telemetry.ledger.session import open_ledger
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 
+pytestmark = pytest.mark.thorough
+
 NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)
 
 

@@ -19,6 +19,8 @@ from tests.engine.head.heads import deep_tiny_llama, save_tiny_head, tiny_head
 from tests.engine.head.test_head_drafter import PROMPTS, head_engine
 from tests.tiny import tiny_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 
 
