@@ -135,7 +135,7 @@ class Metrics:
 
     def on_audit(self, verdict: str) -> None:
         """A verdict of the equivalence auditor."""
-        self._add(names.AUDITS, 1, {names.ATTR_VERDICT: verdict})
+        self._add(names.AUDITS, 1, {names.ATTR_VERDICT: self._bound(names.ATTR_VERDICT, verdict)})
 
     def on_breaker(self, state: str) -> None:
         """The breaker that switches speculation off has changed: closed, open, half_open."""

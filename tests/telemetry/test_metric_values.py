@@ -1,0 +1,200 @@
+"""Values of the metrics that only some runs emit, their bounds, and what may name a series."""
+
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from engine.stats import DrafterEvent, DrafterEventKind
+from telemetry import names
+from telemetry.latency import summarise_latency
+from telemetry.ledger.records import Outcome, RequestCost, Verdict
+from telemetry.ledger.writer_status import WriterStatus
+from telemetry.metrics import MAX_VALUES, Metrics
+from telemetry.names import MetricSpec
+from telemetry.otel import OtelConfig, start_telemetry
+from tests.telemetry.step_stats import request_stats, row, step
+
+Points = dict[tuple[Any, ...], Any]
+LEDGER = WriterStatus(
+    num_queued=4,
+    num_written=70,
+    num_requests_written=60,
+    num_spilled=9,
+    num_lost=2,
+    num_set_aside=0,
+    journal_bytes=512,
+    lag_seconds=7.5,
+    is_database_away=True,
+)
+
+
+def _points(reader: InMemoryMetricReader) -> dict[str, Points]:
+    """Values by the values of the attributes, in the order that names.py declares them."""
+    data = reader.get_metrics_data()
+    assert data is not None
+    declared = {spec.name: spec for spec in names.METRICS}
+    return {
+        metric.name: {
+            tuple(p.attributes.get(a) for a in declared[metric.name].attributes): (
+                p.sum if hasattr(p, "sum") else p.value
+            )
+            for p in metric.data.data_points
+        }
+        for scope in data.resource_metrics[0].scope_metrics
+        for metric in scope.metrics
+        if metric.name in declared
+    }
+
+
+def _after(use: Callable[[Metrics], object]) -> dict[str, Points]:
+    reader = InMemoryMetricReader()
+    use(Metrics(MeterProvider([reader]).get_meter("t")))
+    return _points(reader)
+
+
+def _ledger(metrics: Metrics) -> None:
+    metrics.on_ledger(replace(LEDGER, num_written=20, num_requests_written=15, num_spilled=1))
+    metrics.on_ledger(LEDGER)  # totals: what was counted before is not counted again
+
+
+def _steps(metrics: Metrics) -> None:
+    events = (
+        DrafterEvent("head", DrafterEventKind.FAILED, reason="it raised"),
+        DrafterEvent("head", DrafterEventKind.FAILED),
+        DrafterEvent("head", DrafterEventKind.RECOVERED),
+    )
+    for preemptions in (1, 3):
+        stats = replace(step(0, 2_000_000_000, row("a", draft=3)), num_preemptions=preemptions)
+        metrics.on_step(replace(stats, drafter_events=events if preemptions == 3 else ()))
+
+
+def _breaker(metrics: Metrics) -> None:
+    for state in ("open", "half_open", "open"):
+        metrics.on_breaker(state)
+
+
+def _energy(metrics: Metrics) -> None:
+    for measured, answers in ((1_500_000, True), (2_000_000, True), (None, False)):
+        metrics.on_energy("rapl", measured, answers)
+
+
+COST = RequestCost(10_000_000, 1_000_000, 2_000_000, 3_000_000, 1_000_000, 4_000_000)
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (
+            _steps,
+            {
+                names.PREEMPTIONS: {(): 3},
+                names.DRAFTER_EVENTS: {("head", "failed"): 2, ("head", "recovered"): 1},
+                names.STEP_DURATION: {(): 4.0},
+                names.DRAFT_LENGTH: {(): 6},
+            },
+        ),
+        (
+            _breaker,
+            {
+                names.BREAKER_CHANGES: {("open",): 2, ("half_open",): 1},
+                names.BREAKER_OPEN: {(): 1},
+            },
+        ),
+        (_energy, {names.ENERGY: {("rapl",): 3.5}, names.ENERGY_SOURCE_UP: {("rapl",): 0}}),
+        (
+            lambda metrics: metrics.on_load(step(0, 1, row("a"), row("b"))),
+            {
+                names.BLOCKS: {("free",): 6, ("used",): 4},
+                names.ROWS: {(): 2},
+                names.QUEUE_DEPTH: {(): 1},
+            },
+        ),
+        (
+            lambda metrics: (metrics.on_cost(COST), metrics.on_interval(5_000_000, 30, 10**10)),
+            {
+                names.COST: {
+                    ("prefill",): 0.001,
+                    ("decode",): 0.002,
+                    ("draft",): 0.003,
+                    ("drafter",): 0.004,
+                    ("idle",): 0.005,
+                },
+                names.GOODPUT: {(): 3.0},
+            },
+        ),
+        (
+            _ledger,
+            {
+                names.LEDGER_RECORDS: {("request",): 60, ("other",): 10},
+                names.LEDGER_QUEUE: {(): 4},
+                names.LEDGER_LAG: {(): 7.5},
+                names.LEDGER_SPILLED: {(): 9},
+                names.LEDGER_LOST: {(None,): 2},
+                names.LEDGER_JOURNAL_BYTES: {(): 512},
+            },
+        ),
+    ],
+)
+def test_what_happened_is_the_value(
+    use: Callable[[Metrics], object], expected: dict[MetricSpec, Points]
+) -> None:
+    found = _after(use)
+    for spec, points in expected.items():
+        assert found[spec.name] == pytest.approx(points), spec.name
+
+
+def test_batches_that_a_collector_does_not_take_are_a_series() -> None:
+    collector = grpc.server(futures.ThreadPoolExecutor(1))  # knows no method: it refuses all
+    port = collector.add_insecure_port("127.0.0.1:0")
+    collector.start()
+    reader = InMemoryMetricReader()
+    config = OtelConfig(otlp_endpoint=f"http://127.0.0.1:{port}")
+    telemetry = start_telemetry(config, metric_readers=[reader])
+    assert telemetry.tracer_provider is not None
+    assert telemetry.meter_provider is not None
+    telemetry.meter.create_counter("c").add(1)
+    for _ in range(2):
+        telemetry.tracer.start_span("x").end()
+        telemetry.tracer_provider.force_flush()
+    telemetry.meter_provider.force_flush()
+    found = _points(reader)[names.EXPORT_FAILURES.name]
+    telemetry.close()
+    collector.stop(None)
+    assert found == {("spans",): 2, ("metrics",): 1}
+
+
+def test_histograms_see_what_speculation_does_below_ten_milliseconds() -> None:
+    """The advised GenAI bounds, and those that they lack for tokens of 2 to 5 milliseconds."""
+    fast = (0.001, 0.002, 0.003, 0.005, 0.0075)
+    advised = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+    for spec in (names.TPOT, names.STEP_LATENCY, names.STEP_DURATION):
+        assert spec.buckets == fast + advised, spec.name
+    advised = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5)
+    for spec in (names.TTFT, names.QUEUE_TIME):
+        assert spec.buckets[: len(advised) + 3] == (*advised, 5.0, 7.5, 10.0), spec.name
+
+
+def test_no_series_is_named_by_what_others_make_up() -> None:
+    def use(metrics: Metrics) -> None:
+        for number in range(300):
+            stats = request_stats(drafter=f"drafter{number}")
+            latency = summarise_latency(stats)
+            metrics.on_finished(stats, latency, Outcome.COMPLETED, f"variant{number}", None)
+            event = DrafterEvent(f"drafter{number}", DrafterEventKind.FAILED)
+            metrics.on_step(replace(step(0, 1, row("a")), drafter_events=(event,)))
+            metrics.on_audit(f"verdict{number}")
+        for verdict in Verdict:
+            metrics.on_audit(str(verdict))
+
+    found = _after(use)
+    for spec in (names.DRAFTER_EVENTS, names.ACCEPTANCE_DROP, names.AUDITS):
+        assert len(found[spec.name]) == MAX_VALUES + 1, spec.name
+    assert len(Verdict) < MAX_VALUES
+    for spec in names.METRICS:
+        assert len(found.get(spec.name, ())) <= spec.max_series, spec.name
