@@ -1,6 +1,7 @@
 """The charts of the HTML report, in the theme of the Power BI report."""
 
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 from exports.powerbi.pages import AREA, BARS, LINE, STACKED
@@ -8,6 +9,7 @@ from exports.powerbi.pbir import COLORS
 
 # A row: the category, the series where there is one, then the measures.
 Rows = Sequence[tuple[Any, ...]]
+_FEW = 14
 
 
 def figure(kind: str, measures: Sequence[str], rows: Rows, *, has_series: bool) -> Any:
@@ -22,7 +24,8 @@ def figure(kind: str, measures: Sequence[str], rows: Rows, *, has_series: bool) 
                 x=categories,
                 y=values,
                 name=name,
-                mode="lines",
+                # A line of one point is none: where there are few, each is drawn.
+                mode="lines+markers" if len(categories) <= _FEW else "lines",
                 line={"color": color, "width": 2},
                 stackgroup="all" if kind == AREA else None,
             )
@@ -41,7 +44,15 @@ def figure(kind: str, measures: Sequence[str], rows: Rows, *, has_series: bool) 
     )
     if kind == BARS:
         chart.update_layout(margin_l=180)
+    elif (days := _few_days(rows)) is not None:
+        chart.update_xaxes(tickvals=days, tickformat="%b %-d, %Y")
     return chart
+
+
+def _few_days(rows: Rows) -> list[date] | None:
+    """The categories where they are some days: an axis must not count milliseconds then."""
+    found = sorted({row[0] for row in rows if isinstance(row[0], date)})
+    return found if 0 < len(found) <= _FEW else None
 
 
 def _traces(

@@ -11,8 +11,10 @@ from sqlalchemy import text
 
 from exports.errors import TargetError
 from exports.job import run_export
+from exports.powerbi.pages import AREA, LINE
 from exports.powerbi.report_pages import PAGES
 from exports.report.data import Grouping, measure_rows
+from exports.report.figures import figure
 from exports.report.page import formatted, write_report
 from telemetry.ledger.session import open_ledger
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
@@ -70,6 +72,18 @@ def test_a_chart_shows_what_the_ledger_holds(export: Path) -> None:
     found = {(str(day), variant): (count, length) for day, variant, count, length in rows}
     assert found[("2026-03-28", "default")] == (2, 2.0)
     assert sum(count for count, _ in found.values()) == 8
+
+
+@pytest.mark.parametrize("kind", [LINE, AREA])
+def test_a_single_day_is_seen(kind: str) -> None:
+    day = NOON.date()
+    chart = figure(kind, ["TTFT P50 (s)"], [(day, 0.4)], has_series=False)
+    assert chart.data[0].mode == "lines+markers"
+    assert list(chart.layout.xaxis.tickvals) == [day]
+    many = [(day + timedelta(days=n), 0.4) for n in range(90)]
+    chart = figure(kind, ["TTFT P50 (s)"], many, has_series=False)
+    assert chart.data[0].mode == "lines"
+    assert chart.layout.xaxis.tickvals is None
 
 
 def test_values_are_formatted_as_in_power_bi() -> None:
