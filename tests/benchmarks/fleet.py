@@ -1,11 +1,11 @@
 """How a fleet grows with its traffic: `make bench-fleet` -> build/bench/fleet.json, fleet.png.
 
-Replays half an hour of the Azure LLM inference trace of 2023 at 1x to 1,000x on simulated replicas
-whose speed is a measured cost table of the engine (--cost-table FILE, such as one of
-$TANDEM_HOME/cost-tables; without it one recorded on two CPU cores), under the autoscaler of
+Replays twenty minutes of the Azure LLM inference trace of 2023 at 1x to 1,000x on simulated
+replicas whose speed is a measured cost table of the engine (--cost-table FILE, such as one of
+$TANDEM_HOME/cost-tables; without it that of k8s/figures.toml), under the autoscaler of
 k8s/base/scale.yaml. Traffic beyond what one fleet takes is split evenly over equal fleets, of
 which one is simulated. Beside it stand what the traffic asks of ledger and exports, and what they
-were measured to give (build/bench/ledger.json and exports.json, else recorded figures).
+were measured to give (build/bench/ledger.json and exports.json, else k8s/figures.toml).
 """
 
 import argparse
@@ -14,6 +14,7 @@ import math
 import os
 import random
 import time
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,20 +31,17 @@ from tests.benchmarks.fleet_model import Fleet, Job, Shape
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "bench"
 DATA = Path(os.environ.get("TANDEM_DATA", ROOT.parent / "shared" / "data"))
-FACTORS = (1, 3, 10, 100, 1000)
+FACTORS = (1, 10, 100, 1000)
 CONTEXT_TOKENS = 8192  # of the recorded model; longer requests of the trace are cut to it
 JITTER_SECONDS = 30.0
 FLEET_REPLICAS = 64  # at most so many servers share a home
 PLANNED_USE = 0.6  # of a full fleet on average; bursts take the rest
 
-# SmolLM2-135M-Instruct in bfloat16 on two CPU cores of a quiet machine, as the engine measured it.
+FIGURES = tomllib.loads((ROOT / "k8s" / "figures.toml").read_text(encoding="utf-8"))
 RECORDED_COST = CostTable(
-    (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128),
-    (0.0158, 0.0162, 0.0179, 0.0217, 0.0239, 0.0244, 0.0296, 0.0328, 0.043, 0.0515, 0.0688, 0.0829),
+    tuple(FIGURES["target"]["step_tokens"]), tuple(FIGURES["target"]["step_seconds"])
 )
-KV_BYTES_PER_TOKEN = 23_040  # of that model: 30 layers, 3 key-value heads of 64, two bytes each
-RECORDED_LEDGER = {"sqlite_rows_per_second": 8895, "postgresql_rows_per_second": 5408}
-RECORDED_EXPORTS = {"rows": 10_000_000, "bytes": 395_798_699, "rows_per_cpu_second": 181_999}
+KV_BYTES_PER_TOKEN = FIGURES["target"]["kv_bytes_per_token"]
 
 
 def jobs_of(
@@ -132,7 +130,7 @@ def demands(
         "exports": {
             "million_rows_per_day": round(per_day / 1e6, 2),
             "cpu_seconds_per_day": round(per_day / exports["rows_per_cpu_second"]),
-            "gigabytes_per_day": round(per_day * exports["bytes"] / exports["rows"] / 1e9, 2),
+            "gigabytes_per_day": round(per_day * exports["bytes_per_row"] / 1e9, 2),
         },
     }
 
@@ -164,7 +162,6 @@ def replay(
         "usd_per_hour": round(per_hour, 2),
         "usd_per_thousand_requests": round(1000 * per_hour / served, 4),
         "one_fleet": one,
-        **demands(rate, _figures("ledger", RECORDED_LEDGER), _figures("exports", RECORDED_EXPORTS)),
     }
 
 
@@ -186,10 +183,27 @@ def reaction(traces: Sequence[Trace], shape: Shape, scale: Path, seconds: float)
     }
 
 
-def _figures(name: str, recorded: dict[str, Any]) -> dict[str, Any]:
+def table_row(entry: dict[str, Any]) -> str:
+    """A multiple of the traffic as k8s/SCALING.md shows it."""
+    ttft, export = entry["one_fleet"]["ttft_seconds"], entry["exports"]
+    return (
+        f"| {entry['factor']:,.0f}x | {entry['requests_per_second']:,.0f} | {entry['num_fleets']} "
+        f"| {entry['replicas_mean']:,.0f} / {entry['replicas_peak']:,} "
+        f"| {ttft['p50']:.1f} / {ttft['p99']:.1f} s | {entry['usd_per_hour']:,.0f} "
+        f"| {entry['usd_per_thousand_requests']:.2f} "
+        f"| {100 * entry['ledger']['share_of_postgresql']:.1f} % "
+        f"| {export['cpu_seconds_per_day']:,} s, {export['gigabytes_per_day']:.1f} GB |"
+    )
+
+
+def _measured(name: str) -> dict[str, Any]:
+    """What was measured here, or else what is recorded."""
     path = BUILD / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found if recorded.keys() <= found.keys() else recorded
+    if "bytes" in found:
+        found["bytes_per_row"] = found["bytes"] / found["rows"]
+    recorded: dict[str, Any] = FIGURES[name]
+    return recorded | found
 
 
 def main() -> None:
@@ -197,7 +211,7 @@ def main() -> None:
     parser.add_argument("--cost-table", type=Path, help="a file that the engine wrote")
     parser.add_argument("--scale", type=Path, default=ROOT / "k8s/base/scale.yaml")
     parser.add_argument("--factors", type=float, nargs="+", default=FACTORS)
-    parser.add_argument("--minutes", type=float, default=30, help="of the trace's hour")
+    parser.add_argument("--minutes", type=float, default=20, help="of the trace's hour")
     parser.add_argument("--rows", type=int, default=16, help="TANDEM_MAX_NUM_ROWS")
     parser.add_argument("--kv-bytes", type=int, default=2**30, help="TANDEM_KV_CACHE_MEMORY")
     parser.add_argument("--waiting", type=int, default=256, help="TANDEM_MAX_WAITING_REQUESTS")
@@ -220,15 +234,17 @@ def main() -> None:
     )
     traces, seconds = read_traces(DATA), arguments.minutes * 60
     began = time.perf_counter()
+    entries = [
+        replay(traces, factor, shape, arguments.scale, arguments.price, seconds)
+        for factor in arguments.factors
+    ]
+    measured = _measured("ledger"), _measured("exports")
     result = {
         "cost_table": asdict(cost),
         "acceptance": arguments.acceptance,
         "usd_per_replica_hour": arguments.price,
         "seconds": seconds,
-        "factors": [
-            replay(traces, factor, shape, arguments.scale, arguments.price, seconds)
-            for factor in arguments.factors
-        ],
+        "factors": [e | demands(e["requests_per_second"], *measured) for e in entries],
         "reaction": reaction(traces, shape, arguments.scale, seconds),
     }
     result["took_seconds"] = round(time.perf_counter() - began, 1)
@@ -237,7 +253,7 @@ def main() -> None:
     from tests.benchmarks.fleet_plot import plot
 
     plot(result, arguments.out.with_suffix(".png"))
-    print(json.dumps(result["factors"], indent=1))
+    print(*(table_row(entry) for entry in result["factors"]), sep="\n")
 
 
 if __name__ == "__main__":

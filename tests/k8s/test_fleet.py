@@ -154,7 +154,7 @@ def test_a_surge_makes_the_fleet_grow(traces: list[Trace]) -> None:
 
 def test_demands_are_shares_of_what_was_measured() -> None:
     ledger = {"sqlite_rows_per_second": 1000, "postgresql_rows_per_second": 500}
-    exports = {"rows": 100, "bytes": 4000, "rows_per_cpu_second": 86_400}
+    exports = {"bytes_per_row": 40, "rows_per_cpu_second": 86_400}
     found = demands(250.0, ledger, exports)
     assert found["ledger"]["share_of_postgresql"] == 0.5
     assert found["exports"]["cpu_seconds_per_day"] == 250
