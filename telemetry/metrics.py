@@ -10,7 +10,7 @@ from opentelemetry.metrics import Meter
 from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry import names
 from telemetry.drift import AcceptanceDrift
-from telemetry.ledger.records import LatencySummary, Outcome, RequestCost
+from telemetry.ledger.records import LatencySummary, Outcome, RequestCost, Verdict
 from telemetry.ledger.writer_status import WriterStatus
 from telemetry.names import MetricSpec, create_instrument
 
@@ -48,6 +48,8 @@ class Metrics:
         self._bounded: dict[str, BoundedValues] = {}
         self._drift = AcceptanceDrift()
         self._set(names.BREAKER_OPEN, 0)
+        for verdict in Verdict:  # a counter that begins with its first divergence shows no increase
+            self._add(names.AUDITS, 0, self._of_verdict(verdict))
         self._ledger_totals = (0, 0, 0, 0)
         self._num_preemptions = 0
 
@@ -135,7 +137,7 @@ class Metrics:
 
     def on_audit(self, verdict: str) -> None:
         """A verdict of the equivalence auditor."""
-        self._add(names.AUDITS, 1, {names.ATTR_VERDICT: self._bound(names.ATTR_VERDICT, verdict)})
+        self._add(names.AUDITS, 1, self._of_verdict(verdict))
 
     def on_breaker(self, state: str) -> None:
         """The breaker that switches speculation off has changed: closed, open, half_open."""
@@ -200,6 +202,9 @@ class Metrics:
             at_position: dict[str, str | int] = {**attributes, names.ATTR_POSITION: position}
             self._add(names.DRAFTED_BY_POSITION, drafted, at_position)
             self._add(names.ACCEPTED_BY_POSITION, accepted, at_position)
+
+    def _of_verdict(self, verdict: str) -> dict[str, str]:
+        return {names.ATTR_VERDICT: self._bound(names.ATTR_VERDICT, str(verdict))}
 
     def _bound(self, attribute: str, value: str) -> str:
         bounded = self._bounded.get(attribute)

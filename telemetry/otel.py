@@ -31,6 +31,7 @@ from opentelemetry.trace import NoOpTracerProvider, Tracer
 from telemetry import names
 
 _SHUTDOWN_MILLISECONDS = 5_000
+_EXPORTED = ("spans", "metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,8 @@ class ExportFailures:
         """Show the counts as a metric from now on."""
         spec = names.EXPORT_FAILURES
         self._add = meter.create_counter(spec.name, spec.unit, spec.description).add
+        for kind in _EXPORTED:  # a counter that begins with its first failure shows no increase
+            self._add(0, {names.ATTR_KIND: kind})
 
     def note(self, kind: str) -> None:
         with self._lock:

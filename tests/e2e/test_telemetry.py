@@ -19,7 +19,6 @@ from tests.telemetry.otlp_receiver import Received, attributes_of, otlp_receiver
 
 # What a healthy server without an energy counter has no reason to send.
 NOT_IN_THIS_RUN = {
-    names.EXPORT_FAILURES.name,
     names.PREEMPTIONS.name,
     names.BREAKER_CHANGES.name,
     names.DRAFTER_EVENTS.name,
@@ -114,8 +113,26 @@ def test_the_metrics_say_what_the_run_did(received: Received) -> None:
     by_position = values(names.DRAFTED_BY_POSITION, names.ATTR_POSITION)
     assert drafted[0] == "prompt_lookup"
     assert sum(by_position.values()) == drafted[1] > 0
-    (exact,) = values(names.AUDITS, names.ATTR_VERDICT).items()
-    assert exact[0] == "exact"
+    verdicts = values(names.AUDITS, names.ATTR_VERDICT)
+    assert verdicts.pop("exact") > 0
+    assert verdicts == {"numeric_tie": 0, "divergence": 0}
+    assert values(names.EXPORT_FAILURES, names.ATTR_KIND) == {"spans": 0, "metrics": 0}
+
+
+def test_what_a_request_took_leads_to_its_trace(received: Received) -> None:
+    traces = {span.trace_id for span in received.spans}
+    for spec in (
+        names.TTFT,
+        names.TPOT,
+        names.REQUEST_DURATION,
+        names.QUEUE_TIME,
+        names.STEP_LATENCY,
+        names.CALL_DURATION,
+    ):
+        points = _points(received.metrics[spec.name])
+        shown = {exemplar.trace_id for point in points for exemplar in point.exemplars}
+        assert shown, spec.name
+        assert shown <= traces, spec.name
 
 
 def test_spans_form_one_tree_per_call_and_steps_link_to_their_requests(received: Received) -> None:

@@ -169,6 +169,16 @@ def test_batches_that_a_collector_does_not_take_are_a_series() -> None:
     assert found == {("spans",): 2, ("metrics",): 1}
 
 
+def test_what_alerts_look_at_begins_at_zero_so_that_the_first_one_is_an_increase() -> None:
+    found = _after(lambda metrics: metrics.on_ledger(replace(LEDGER, num_lost=0)))
+    assert found[names.AUDITS.name] == {(str(verdict),): 0 for verdict in Verdict}
+    assert found[names.LEDGER_LOST.name] == {(None,): 0}
+    reader = InMemoryMetricReader()
+    telemetry = start_telemetry(OtelConfig(), metric_readers=[reader])
+    assert _points(reader)[names.EXPORT_FAILURES.name] == {("spans",): 0, ("metrics",): 0}
+    telemetry.close()
+
+
 def test_histograms_see_what_speculation_does_below_ten_milliseconds() -> None:
     """The advised GenAI bounds, and those that they lack for tokens of 2 to 5 milliseconds."""
     fast = (0.001, 0.002, 0.003, 0.005, 0.0075)
