@@ -28,6 +28,11 @@ class ShardError(ValueError):
     """Processes that do not fit each other, the setting or the model; the message says why."""
 
 
+class BrokenShardsError(RuntimeError):
+    """A call over several processes has failed: nobody knows where the others stand, so no request
+    can go on and this process has to end. Whoever started the processes starts them all anew."""
+
+
 def join(num_shards: int, device: torch.device) -> "Shards":
     """Meet the other processes of torchrun. Raises ShardError unless there are num_shards."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,14 +66,15 @@ class Shards:
     # ---- messages ---------------------------------------------------------------------
 
     def announce(self, kind: str, **content: Any) -> None:
-        """Tell the followers what comes next. Raises RuntimeError after a forward that failed:
-        nobody knows where the others are then."""
+        """Tell the followers what comes next. Raises BrokenShardsError when one of them is gone,
+        and after a forward that failed."""
         if self._is_broken:
-            raise RuntimeError("a forward over several processes has failed")
+            raise BrokenShardsError("a forward over several processes has failed")
         freed = [self._freed.popleft() for _ in range(len(self._freed))]
         message = json.dumps({"kind": kind, "freed": freed, **content}).encode()
-        dist.broadcast(torch.tensor([len(message)]), 0, group=self._group)
-        dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, self._group)
+        with self._breaking():
+            dist.broadcast(torch.tensor([len(message)]), 0, group=self._group)
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, self._group)
 
     def receive(self) -> dict[str, Any]:
         """The leader's next message. Raises RuntimeError when the leader is gone."""
@@ -96,13 +102,23 @@ class Shards:
         def announced(*args: Any, **kwargs: Any) -> Any:
             if not self._is_announced:
                 self._announce_plain(model, kwargs)
-            try:
+            with self._breaking():
                 return forward(*args, **kwargs)
-            except BaseException:
-                self._is_broken = True
-                raise
 
         model.forward = announced
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Around what every process has to get through."""
+        try:
+            yield
+        except BaseException as error:
+            self._is_broken = True
+            if not isinstance(error, Exception):
+                raise
+            raise BrokenShardsError(
+                f"a call over several processes has failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _announce_plain(self, model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         keep = kwargs.get("logits_to_keep")

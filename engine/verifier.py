@@ -1,7 +1,8 @@
 """One target forward over all rows of a step, then the acceptance rule.
 
 A forward that raises is tried again row by row, so that the requests that cause the failure
-end and no others; nothing is committed here, so there is nothing to undo.
+end and no others; nothing is committed here, so there is nothing to undo. What breaks a target
+over several processes is raised: it ends the engine.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from engine.prepared_row import PreparedRow, RowOutcome, prepare
 from engine.request import AcceptanceRule, TokenLogprob
 from engine.sampler import RowSampling, Sampler
 from engine.scheduler import PlannedRow
+from engine.shards import BrokenShardsError
 from engine.target_runner import TargetRunner
 from engine.upload import upload, upload_together
 
@@ -51,7 +53,10 @@ class Verifier:
         self._after_forward = after_forward
 
     def verify(self, plan: Sequence[PlannedRow], proposals: Sequence[Proposal]) -> Verification:
-        """proposals has one entry per planned row; empty where nothing was drafted."""
+        """proposals has one entry per planned row; empty where nothing was drafted.
+
+        Raises BrokenShardsError when the processes that share the target have lost each other.
+        """
         outcomes: list[RowOutcome | None] = []
         ready: list[PreparedRow] = []
         for planned, proposal in zip(plan, proposals, strict=True):
@@ -68,6 +73,8 @@ class Verifier:
         started = time.perf_counter_ns()
         try:
             logits = self.runner.forward([row.forward for row in rows])
+        except BrokenShardsError:
+            raise  # no row alone would do better: the other processes are lost
         except Exception as error:
             return self._verify_apart(rows, error)
         if self._after_forward is not None:

@@ -33,7 +33,7 @@ def config_of(model: str, num_shards: int) -> EngineConfig:
     )
 
 
-def _request(index: int) -> GenerationRequest:
+def request(index: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"r{index}",
         prompt_token_ids=(*PREFIX, 50 + index, *PREFIX[:index]),
@@ -45,7 +45,7 @@ def _request(index: int) -> GenerationRequest:
 
 def generate(engine: Engine) -> dict[str, Any]:
     """What the engine made of some requests, greedy and sampled, with a prefix in common."""
-    waiting = [_request(index) for index in range(NUM_REQUESTS)]
+    waiting = [request(index) for index in range(NUM_REQUESTS)]
     tokens: dict[str, list[int]] = {}
     num_cached = 0
     while waiting or engine.has_work():

@@ -1,21 +1,28 @@
 """A target over two processes writes what one process writes; what cannot be split is refused."""
 
+import functools
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.config import EngineConfig, HeadSource, SpeculationConfig
+from engine.config import AuditConfig, EngineConfig, HeadSource, SpeculationConfig
 from engine.engine import Engine
 from engine.loader import UnsupportedModelError, load_model
-from engine.shards import ShardError, join
-from tests.engine.shards_program import NUM_REQUESTS, config_of, generate
+from engine.shards import BrokenShardsError, ShardError, Shards, join
+from tests.engine.shards_program import NUM_REQUESTS, config_of, generate, request
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +69,55 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     assert together["num_cached"] == alone["num_cached"] > 0  # keys were copied in both
     assert together["audits"] == [True] * NUM_REQUESTS
     assert together["guarantee"] in ("bit_exact", "rounding")
+
+
+@pytest.fixture
+def alone() -> Iterator[Shards]:
+    """A group of one process, this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Shards(1)
+    dist.destroy_process_group()
+
+
+def test_a_forward_that_fails_ends_the_engine_and_no_request_alone(
+    tmp_path: Path, alone: Shards
+) -> None:
+    model = str(save_tiny_model(tmp_path / "tiny"))
+    engine = Engine.from_config(replace(config_of(model, 1), audit=AuditConfig()))
+    target = engine._verifier.runner.model  # type: ignore[attr-defined]
+    forward, num_calls = target.forward, itertools.count()
+
+    @functools.wraps(forward)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(num_calls) == 3:
+            raise ValueError("planted")
+        return forward(*args, **kwargs)
+
+    target.forward = failing
+    alone.lead(target)
+    for index in range(2):
+        engine.submit(request(index))
+    outputs = iter(engine.step, None)
+    with pytest.raises(BrokenShardsError, match="ValueError: planted"):
+        deque(outputs, maxlen=0)
+    # It stays broken: the followers would take the next message for something else.
+    with pytest.raises(BrokenShardsError):
+        engine.step()
+    assert next(num_calls) == 4
+
+
+def test_a_follower_that_is_gone_breaks_the_shards(
+    alone: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "broadcast", gone)
+    with pytest.raises(BrokenShardsError, match="closed by peer"):
+        alone.announce("zero", cache=0, places=[0, 1])
+    monkeypatch.undo()
+    with pytest.raises(BrokenShardsError, match="has failed"):
+        alone.announce("zero", cache=0, places=[0, 1])
 
 
 def test_a_model_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:

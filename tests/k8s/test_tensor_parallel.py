@@ -13,8 +13,10 @@ import pytest
 import torch.distributed.run
 
 from service.async_client import AsyncClient
+from service.client_calls import TandemError
 from tests.k8s.manifests import (
     MULTI_NODE,
+    ROOT,
     Resource,
     build,
     environment,
@@ -158,6 +160,34 @@ async def test_without_its_leader_nothing_stays(tmp_path: Path) -> None:
                 os.kill(process_id, signal.SIGKILL)
         assert await _ended(processes)
         assert await server.wait() != 0
+    finally:
+        server.kill()
+
+
+class _FailingServer(_SplitServer):
+    """The same, but that its leader fails when it is told to."""
+
+    def command(self) -> list[str | Path]:
+        *torchrun, _, serve = super().command()
+        return [*torchrun, sys.executable, "-m", "tests.k8s.failing_shard", serve]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_forward_that_fails_ends_all_processes_with_an_error(tmp_path: Path) -> None:
+    model, fail_when = save_tiny_model(tmp_path / "tiny"), tmp_path / "fail"
+    planted = {"FAIL_WHEN": str(fail_when), "PYTHONPATH": str(ROOT)}
+    server = _FailingServer(model, tmp_path / "home", 10.0, **_VARIABLES, **planted)
+    try:
+        await server.start()
+        processes = _children(server.process_id)
+        async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+            await client.generate("the quick", max_tokens=4).result()
+            fail_when.touch()
+            with pytest.raises(TandemError, match="UNAVAILABLE"):
+                await client.generate("the quick", max_tokens=4, timeout_seconds=5).result()
+        assert await asyncio.wait_for(server.wait(), 60) != 0
+        assert await _ended(processes)
     finally:
         server.kill()
 
