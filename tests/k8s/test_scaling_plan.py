@@ -44,7 +44,7 @@ def quotes() -> list[str]:
         f"one process | {messages} | `make bench-service`",
         f"of the {messages} that one process can",
         f"SQLite / PostgreSQL | {sqlite:,} / {postgresql:,} | `make bench-ledger`",
-        f"| some {round(postgresql / 2, -3):,.0f} requests per second, half of what PostgreSQL took |",
+        f"| some {round(postgresql / 2, -3):,.0f} requests per second, half of what PostgreSQL",
         f"| {exports['rows_per_cpu_second']:,} | `make bench-exports` |",
         f"by two processes | {exports['rows_per_second']:,} |",
         f"per request | {exports['bytes_per_row']} bytes |",
