@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from alembic import command
-from sqlalchemy import Engine, event, inspect, select, text
+from sqlalchemy import Engine, event, func, inspect, select, table
 
 from telemetry.ledger import models
 from telemetry.ledger.records import (
@@ -111,9 +111,9 @@ def _counts(engine: Engine) -> dict[str, int]:
     there = inspect(engine).get_table_names()
     with engine.connect() as connection:
         return {
-            table: connection.execute(text(f"SELECT count(*) FROM {table}")).scalar_one()
-            for table in tables
-            if table in there
+            name: connection.execute(select(func.count()).select_from(table(name))).scalar_one()
+            for name in tables
+            if name in there
         }
 
 
