@@ -68,59 +68,82 @@ def test_the_adapter_offers_what_the_autoscaler_asks_for() -> None:
     assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
 
 
-def test_an_idle_replica_has_no_goodput_and_a_busy_one_its_share_of_the_best(
-    tmp_path: Path,
-) -> None:
-    """Two replicas, one twice as fast; the fast one is busy half of the time, then not at all."""
+def _shares(folder: Path, series: dict[str, str], expected: dict[str, dict[str, float]]) -> None:
+    """Evaluate the rule on series of 15 seconds, by metric{pod}, and compare it at instants."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: the rule cannot be evaluated")
     rules = named(build("prod-gpu"), "PrometheusRule", "tandem-autoscaling")["spec"]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
     labels = 'namespace="tandem",service="tandem-metrics"'
-    fast, slow = f'{{{labels},pod="fast"}}', f'{{{labels},pod="slow"}}'
-    expected = {"10m": {"fast": 0.5, "slow": 0.5}, "30m": {"fast": 0.0, "slow": 0.5}}
+    given = [
+        {"series": name.replace("{", "{" + labels + ',pod="').replace("}", '"}'), "values": values}
+        for name, values in series.items()
+    ]
+    asked = [
+        {
+            "expr": "tandem_goodput_share",
+            "eval_time": at,
+            "exp_samples": [
+                {
+                    "labels": f'tandem_goodput_share{{namespace="tandem",pod="{pod}"}}',
+                    "value": value,
+                }
+                for pod, value in shares.items()
+            ],
+        }
+        for at, shares in expected.items()
+    ]
     case = {
         "rule_files": ["rules.yaml"],
         "evaluation_interval": "15s",
-        "tests": [
-            {
-                "interval": "15s",
-                "input_series": [
-                    {"series": f"tandem_goodput_per_second{fast}", "values": "100x160"},
-                    {"series": f"tandem_goodput_per_second{slow}", "values": "50x160"},
-                    {
-                        "series": f"tandem_step_duration_seconds_sum{fast}",
-                        "values": "0+7.5x60 450x100",
-                    },
-                    {"series": f"tandem_step_duration_seconds_sum{slow}", "values": "0+15x160"},
-                ],
-                "promql_expr_test": [
-                    {
-                        "expr": "tandem_goodput_share",
-                        "eval_time": at,
-                        "exp_samples": [
-                            {
-                                "labels": f'tandem_goodput_share{{namespace="tandem",pod="{pod}"}}',
-                                "value": value,
-                            }
-                            for pod, value in shares.items()
-                        ],
-                    }
-                    for at, shares in expected.items()
-                ],
-            }
-        ],
+        "tests": [{"interval": "15s", "input_series": given, "promql_expr_test": asked}],
     }
-    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    (folder / "case.yaml").write_text(yaml.safe_dump(case))
     checked = subprocess.run(
         [promtool, "test", "rules", "case.yaml"],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_an_idle_replica_has_no_goodput_and_a_busy_one_its_share_of_the_best(
+    tmp_path: Path,
+) -> None:
+    """Two replicas, one twice as fast; the fast one is busy half of the time, then not at all."""
+    series = {
+        "tandem_goodput_per_second{fast}": "100x160",
+        "tandem_goodput_per_second{slow}": "50x160",
+        "tandem_step_duration_seconds_sum{fast}": "0+7.5x60 450x100",
+        "tandem_step_duration_seconds_sum{slow}": "0+15x160",
+    }
+    expected = {"10m": {"fast": 0.5, "slow": 0.5}, "30m": {"fast": 0.0, "slow": 0.5}}
+    _shares(tmp_path, series, expected)
+
+
+def test_replicas_that_have_generated_nothing_yet_have_a_share_of_zero(tmp_path: Path) -> None:
+    series = {
+        "tandem_goodput_per_second{new}": "0x40",
+        "tandem_step_duration_seconds_sum{new}": "0x40",
+    }
+    _shares(tmp_path, series, {"8m": {"new": 0.0}})
+
+
+def test_keda_grows_and_shrinks_as_the_autoscaler_does() -> None:
+    autoscaler = named(build("prod-gpu"), "HorizontalPodAutoscaler", "tandem")["spec"]
+    scaled = named(build("prod-gpu-keda"), "ScaledObject", "tandem")["spec"]
+    behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == autoscaler["behavior"]
+    assert scaled["maxReplicaCount"] == autoscaler["maxReplicas"]
+    thresholds = [float(trigger["metadata"]["threshold"]) for trigger in scaled["triggers"]]
+    targets = [metric["pods"]["target"]["averageValue"] for metric in autoscaler["metrics"]]
+    assert thresholds == [
+        float(target.removesuffix("m")) / (1000 if target.endswith("m") else 1)
+        for target in targets
+    ]
 
 
 def test_autoscalers_react_before_the_rows_are_full(
