@@ -12,7 +12,11 @@ ALL_EXTRAS = $(shell $(PY) -c 'import tomllib; \
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help test-thorough test-speculators setup demo test test-model test-observability test-training bench-heads test-kill bench-ledger docs test-node soak bench-service bench bench-quick bench-limits bench-gpu bench-peers bench-layouts bench-equivalence test-audit check format protos protos-check protos-baseline constraints
+.PHONY: audit bench bench-equivalence bench-exports bench-fleet bench-gpu bench-heads bench-layouts \
+  bench-ledger bench-limits bench-peers bench-quick bench-service check constraints demo docs \
+  format help k8s-check protos protos-baseline protos-check setup soak test test-audit \
+  test-exports test-image test-kill test-model test-node test-observability test-policies \
+  test-powerbi test-rollout test-speculators test-thorough test-training
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -23,6 +22,7 @@ from engine.engine import Engine
 from engine.loader import UnsupportedModelError, load_model
 from engine.shards import BrokenShardsError, ShardError, Shards, join
 from tests.engine.shards_program import NUM_REQUESTS, config_of, generate, request
+from tests.ports import free_port
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +52,7 @@ def _start(rank: int, model: Path, port: int) -> "subprocess.Popen[str]":
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [_start(rank, model, port) for rank in range(2)]
     try:
         alone = generate(Engine.from_config(config_of(str(model), 1)))

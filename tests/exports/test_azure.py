@@ -19,6 +19,7 @@ import pytest
 from exports.job import run_export
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 from tests.exports.test_job import published
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +37,7 @@ def blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     program = AZURITE / "node_modules" / ".bin" / "azurite-blob"
     if not program.exists() or shutil.which("node") is None:
         pytest.skip("no azurite: make test-exports")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv(
         "AZURE_STORAGE_CONNECTION_STRING",
         f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"

@@ -1,7 +1,6 @@
 """An export to S3 (moto's server, over HTTP) keeps the promises of one to a folder."""
 
 import json
-import socket
 import threading
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,6 +19,7 @@ from exports.manifest import read_manifest
 from exports.storage import Target
 from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 from tests.exports.test_job import published
+from tests.ports import free_port
 
 pytestmark = pytest.mark.thorough
 
@@ -34,9 +34,7 @@ class ObjectStore:
     def __init__(self) -> None:
         self.refuses_writes = False
         self._app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     def start(self) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from service.health import SERVICE_NAME
+from tests.ports import free_port
 
 _CHUNK_BYTES = 65536
 _READY_SECONDS = 180.0
@@ -147,10 +147,3 @@ async def forwarder(num_addresses: int) -> AsyncIterator[Forwarder]:
         yield front
     finally:
         await front.close()
-
-
-def free_port() -> int:
-    """That nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -24,8 +24,9 @@ from tests.k8s.manifests import (
     pods,
     serve_container,
 )
-from tests.k8s.rollout import ServerProcess, free_port
+from tests.k8s.rollout import ServerProcess
 from tests.k8s.test_policy import FLUSH_SECONDS
+from tests.ports import free_port
 from tests.tiny import save_tiny_model
 
 OVERLAY = "prod-gpu-tp"

@@ -2,13 +2,14 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.ports import free_port
 
 UNPRIVILEGED_USER = "nobody"
 
@@ -34,7 +35,7 @@ class PostgresServer:
         self._fsync = fsync
         self._data = folder / "data"
         self._folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"postgresql://tandem@127.0.0.1:{self.port}/postgres"
         self._process: subprocess.Popen[bytes] | None = None
         self._run("initdb", "-D", str(self._data), "-U", "tandem", "--auth=trust", "-N")
@@ -95,10 +96,3 @@ def running_postgres(*, fsync: bool = False) -> Iterator[PostgresServer | None]:
 def _as_unprivileged() -> list[str]:
     # PostgreSQL refuses to run as root.
     return ["runuser", "-u", UNPRIVILEGED_USER, "--"] if os.geteuid() == 0 else []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,7 +7,6 @@ a virtual environment of its own; Prometheus is Debian's package.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -24,6 +23,7 @@ from telemetry.dashboards.generate import FOLDER
 from telemetry.otel import OtelConfig, Telemetry, start_telemetry
 from telemetry.prices import fixed_price
 from telemetry.tracing import start_call_span, start_request_trace
+from tests.ports import free_port
 from tests.telemetry.recording_rig import MODEL_INFO, Rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -31,13 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROMETHEUS = shutil.which("prometheus")
 PHOENIX = os.environ.get("TANDEM_TEST_PHOENIX", "")
 METHOD = "tandem.v1.GenerationService/Generate"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _get(url: str) -> Any:
@@ -93,7 +86,7 @@ def _serve_requests(telemetry: Telemetry, folder: Path, num_requests: int = 3) -
 @pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus: install Debian's package")
 def test_prometheus_scrapes_the_metrics_and_loads_the_alerts(tmp_path: Path) -> None:
     telemetry = start_telemetry(OtelConfig(prometheus_port=0))
-    port = _free_port()
+    port = free_port()
     configuration = tmp_path / "prometheus.yml"
     configuration.write_text(
         json.dumps(
@@ -138,7 +131,7 @@ def test_prometheus_scrapes_the_metrics_and_loads_the_alerts(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not PHOENIX, reason="no Phoenix: make test-observability installs it")
 def test_phoenix_takes_the_traces_and_finds_the_tokens(tmp_path: Path) -> None:
-    port, grpc_port = _free_port(), _free_port()
+    port, grpc_port = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     with _running(
         [PHOENIX, "serve"],

@@ -30,6 +30,7 @@ from engine.training.trainer import TrainSettings
 from tests.engine.driver import request, run
 from tests.engine.head.heads import deep_tiny_llama
 from tests.engine.training.tiny_run import prepared_run, tiny_recipe
+from tests.ports import free_port
 
 pytestmark = pytest.mark.thorough
 
@@ -236,12 +237,13 @@ def _distributed(rank: int, folder: Path, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(tmp_path: Path, free_port: int) -> None:
+def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     run_ = prepared_run(tmp_path)
     train(make_material(run_), "one", replace(SETTINGS, batches_per_step=2))
     context = multiprocessing.get_context("spawn")
+    port = free_port()
     processes = [
-        context.Process(target=_distributed, args=(rank, tmp_path, free_port)) for rank in (0, 1)
+        context.Process(target=_distributed, args=(rank, tmp_path, port)) for rank in (0, 1)
     ]
     for process in processes:
         process.start()

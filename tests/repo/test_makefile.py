@@ -1,0 +1,28 @@
+"""The Makefile's targets are commands, never files, and CI runs every test among them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
+NOT_IN_CI = {
+    "test-audit": "half an hour",
+    "test-node": "needs Node, and a package for it",
+    "test-speculators": "installs a second torch stack",
+}
+
+
+def test_every_target_is_phony_and_every_phony_name_has_a_recipe() -> None:
+    joined = MAKEFILE.replace("\\\n", " ")
+    phony = re.findall(r"^\.PHONY:(.*)$", joined, re.MULTILINE)
+    names = [name for line in phony for name in line.split()]
+    assert len(names) == len(set(names))
+    assert set(names) == TARGETS
+
+
+def test_ci_runs_every_test_target_but_those_that_are_named_here() -> None:
+    calls = re.findall(r"make --no-print-directory ([a-z0-9 -]+)", (ROOT / ".ci/run").read_text())
+    called = {target for call in calls for target in call.split()}
+    tests = {name for name in TARGETS if re.match(r"test(-|$)", name)}
+    assert tests - called == NOT_IN_CI.keys()
