@@ -142,7 +142,8 @@ def _lost_interval(engine: Engine, dead: Row[Any], until: datetime) -> CapacityR
     if filed.price is None:
         return None
     since = filed.finished_at or dead.started_at
-    wall = max(0, (until - since) // timedelta(microseconds=1) * 1000)
+    life = (until - dead.started_at) // timedelta(microseconds=1) * 1000
+    wall = max(0, life - filed.wall_nanoseconds)  # an instant in the ledger is cut to microseconds
     per_hour = filed.price.nano_usd_per_hour
     due = (filed.price_nanoseconds + wall * per_hour) // NANOSECONDS_PER_HOUR
     busy = filed.requests_cost - filed.busy_cost
@@ -183,6 +184,7 @@ class _Filed:
 
     next_index: int
     finished_at: datetime | None
+    wall_nanoseconds: int
     price_nanoseconds: int
     cost: int
     busy_cost: int
@@ -212,6 +214,7 @@ def _filed_so_far(engine: Engine, instance_id: str) -> _Filed:
         return _Filed(
             next_index=intervals[-1][0].interval_index + 1 if intervals else 0,
             finished_at=intervals[-1][0].finished_at if intervals else None,
+            wall_nanoseconds=sum(i.wall_nanoseconds for i, _ in intervals),
             price_nanoseconds=sum(_price_nanoseconds(i, price) for i, price in intervals),
             cost=sum(_cost_of(i) for i, _ in intervals),
             busy_cost=sum(i.cost_busy_nano_usd for i, _ in intervals),
