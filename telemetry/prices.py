@@ -13,6 +13,7 @@ A price book is a TOML file:
     valid_from = 2026-01-01T00:00:00Z
     valid_to = 2027-01-01T00:00:00Z   # optional, exclusive
 
+`tandem ledger stats` adds up the embodied part of all time; exports show it beside the price.
 The ledger keeps an entry under the book's version and a digest of what it says: an entry that
 is edited under the same version is another price, and rows of the past keep theirs.
 """

@@ -31,6 +31,7 @@ class LedgerStats:
     requests_cost_nano_usd: int
     idle_cost_nano_usd: int
     lost_cost_nano_usd: int
+    embodied_cost_nano_usd: int  # the part of all three that prices name as manufacture
     num_with_energy: int
     energy_microjoules: int | None  # of the requests that know it
 
@@ -83,6 +84,11 @@ def ledger_stats(engine: Engine) -> LedgerStats:
                 func.coalesce(func.sum(interval.cost_lost_nano_usd), 0),
             ).select_from(interval)
         ).one()
+        embodied = session.execute(
+            select(models.Price.embodied_nano_usd_per_hour, func.sum(interval.wall_nanoseconds))
+            .join(interval, interval.price_key == models.Price.price_key)
+            .group_by(models.Price.price_key)
+        ).all()
         by_outcome = {str(outcome): int(count) for outcome, count in outcomes}
         return LedgerStats(
             num_requests=sum(by_outcome.values()),
@@ -99,6 +105,8 @@ def ledger_stats(engine: Engine) -> LedgerStats:
             requests_cost_nano_usd=int(sums[4]),
             idle_cost_nano_usd=int(idle),
             lost_cost_nano_usd=int(lost),
+            embodied_cost_nano_usd=sum(int(wall) * int(per_hour) for per_hour, wall in embodied)
+            // NANOSECONDS_PER_HOUR,
             num_with_energy=int(sums[5]),
             energy_microjoules=None if sums[6] is None else int(sums[6]),
         )

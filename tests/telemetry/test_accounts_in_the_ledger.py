@@ -11,12 +11,12 @@ from sqlalchemy.orm import Session
 
 from telemetry.cost import CostMeter
 from telemetry.ledger import models
-from telemetry.ledger.queries import reconcile
+from telemetry.ledger.queries import ledger_stats, reconcile
 from telemetry.ledger.records import InstanceRecord, Record, RequestRecord
 from telemetry.ledger.recovery import close_orphans
 from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
-from telemetry.prices import read_price_book, schedule_of
+from telemetry.prices import PriceSchedule, read_price_book, schedule_of
 from tests.telemetry.ledger_records import MODEL, request_record, start_record
 from tests.telemetry.recording_rig import Rig, recording_rig
 from tests.telemetry.step_stats import row, step
@@ -217,7 +217,10 @@ def test_a_day_with_restarts_is_price_times_wall_in_the_ledger_to_the_nano_dolla
     migrate(url)
     engine = open_ledger(url)
     store = LedgerStore(engine)
-    due = 0
+    due, embodied = 0, 0
+    of_manufacture = PriceSchedule(
+        tuple(replace(p, nano_usd_per_hour=p.embodied_nano_usd_per_hour) for p in prices.prices)
+    )
     for index, hour in enumerate(STARTS):
         name, started = f"i{index}", hour * DAY // 24
         ended = (*STARTS, 24)[index + 1] * DAY // 24 - (DOWN if index == KILLED else 0)
@@ -228,6 +231,7 @@ def test_a_day_with_restarts_is_price_times_wall_in_the_ledger_to_the_nano_dolla
         )
         _live_through(store, meter, clock, name, started, ended)
         due += _price_times_wall(prices, clock, started, ended)
+        embodied += _price_times_wall(of_manufacture, clock, started, ended)
     interval = models.CapacityInterval
     with Session(engine) as session:
         requests, num_requests = session.execute(
@@ -255,4 +259,7 @@ def test_a_day_with_restarts_is_price_times_wall_in_the_ledger_to_the_nano_dolla
     money = reconcile(engine)
     assert (money.num_instances, money.differing) == (len(STARTS), {})
     assert money.charged_nano_usd == money.due_nano_usd == due
+    # Each part of the day is rounded down above, the day as a whole here.
+    assert 0 <= ledger_stats(engine).embodied_cost_nano_usd - embodied < len(STARTS)
+    assert (embodied > 0) == (purchase == "reserved")
     engine.dispose()
