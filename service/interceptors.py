@@ -87,7 +87,9 @@ class CallInterceptor(aio.ServerInterceptor):
                 failure = as_service_error(error)
                 status_code = failure.code.name
                 if failure.code is grpc.StatusCode.INTERNAL:
-                    _log.error("%s failed", method, exc_info=error)
+                    # The message of an exception may quote what the caller sent.
+                    hidden = {"hides_messages": True}
+                    _log.error("%s failed", method, exc_info=error, extra=hidden)
                 await context.abort_with_status(failure.to_status())
             else:
                 return response

@@ -4,7 +4,8 @@ Nobody waits for a line to be written: where whoever reads standard error has st
 lost and counted, and the server goes on.
 
 Only what a call names as a field gets in: `log.info("refused", extra={"fields": {...}})`. Field
-names that could carry content or credentials are replaced, whatever they hold.
+names that could carry content or credentials are replaced, whatever they hold. Of an exception
+that may quote a request, `extra={"hides_messages": True}` keeps the kind and the frames alone.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import IO, Any
@@ -39,6 +41,7 @@ _SENSITIVE_WORDS = frozenset(
 )
 _MAX_VALUE_CHARACTERS = 2_000
 _MAX_WAITING_LINES = 4_096
+_MAX_CHAINED_ERRORS = 8
 _FLUSH_SECONDS = 2.0
 
 
@@ -66,7 +69,7 @@ class JsonFormatter(logging.Formatter):
             error = record.exc_info[1]
             document["error"] = {
                 "type": type(error).__name__,
-                "stack": _short(self.formatException(record.exc_info)),
+                "stack": _short(record.exc_text or self.formatException(record.exc_info)),
             }
         return json.dumps(document, ensure_ascii=False, default=str)
 
@@ -119,6 +122,8 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if record.exc_info and getattr(record, "hides_messages", False):
+                record.exc_text = _without_messages(record.exc_info[1])
             line = self.format(record)
             if self._given is not None:
                 self._given.write(line + "\n")
@@ -196,6 +201,15 @@ def _trace_ids(record: logging.LogRecord) -> dict[str, str]:
         "trace_id": format(context.trace_id, "032x"),
         "span_id": format(context.span_id, "016x"),
     }
+
+
+def _without_messages(error: BaseException | None) -> str:
+    """The kinds and the frames of an exception and of those that led to it, the first one first."""
+    parts: list[str] = []
+    while error is not None and len(parts) < _MAX_CHAINED_ERRORS:
+        parts.append("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n\n".join(reversed(parts))
 
 
 def _is_sensitive(name: str) -> bool:

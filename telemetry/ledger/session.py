@@ -25,11 +25,13 @@ def open_ledger(url: str, *, read_only: bool = False) -> Engine:
 
     SQLite runs in WAL mode with foreign keys and a busy timeout, so readers never block the
     writer. `read_only` refuses writes in the database itself. Raises ValueError for any other
-    kind of database.
+    kind of database. Its errors quote statements, never the values of a row: they are logged.
     """
     parsed = _with_driver(url)
     if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_SECONDS})
+        engine = create_engine(
+            parsed, connect_args={"timeout": BUSY_TIMEOUT_SECONDS}, hide_parameters=True
+        )
         event.listen(engine, "connect", _sqlite_read_only if read_only else _sqlite_read_write)
         event.listen(engine, "begin", _sqlite_begin if read_only else _sqlite_begin_immediate)
         return engine
@@ -44,7 +46,7 @@ def open_ledger(url: str, *, read_only: bool = False) -> Engine:
     }
     if read_only:
         arguments["options"] = "-c default_transaction_read_only=on"
-    return create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+    return create_engine(parsed, pool_pre_ping=True, connect_args=arguments, hide_parameters=True)
 
 
 def migrate(url: str, revision: str = "head") -> None:

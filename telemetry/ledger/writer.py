@@ -156,7 +156,8 @@ class LedgerWriter:
             try:
                 self._handle(batch)
             except Exception:
-                _log.critical("ledger batch lost", exc_info=True)
+                hidden = {"hides_messages": True}
+                _log.critical("ledger batch lost", exc_info=True, extra=hidden)
                 if batch and self._queue and self._queue[0] is batch[0]:
                     with self._changed:
                         self._totals.lost += len(batch)
@@ -269,7 +270,9 @@ class LedgerWriter:
             first = self._try_write(records[:middle], may_exist=True)
             return self._try_write(records[middle:], may_exist=True) and first
         path = self._journal.set_aside([encode_record(records[0])], "refused")
-        self._count_aside(1, f"a record that the database refuses, kept in {path}: {error}")
+        self._count_aside(
+            1, f"a record that the database refuses, kept in {path}: {_reason(error)}"
+        )
         return True
 
     def _spill(self, records: Sequence[Record]) -> bool:
@@ -303,7 +306,9 @@ class LedgerWriter:
 
     def _database_failed(self, error: Exception) -> None:
         if not self._away and not isinstance(error, _StillAwayError):
-            _log.error("the ledger's database is away, records go to the journal: %s", error)
+            _log.error(
+                "the ledger's database is away, records go to the journal: %s", _reason(error)
+            )
         self._away = True
         self._retry_at = self._now() + self._retry_wait
         self._retry_wait = min(self._retry_wait * 2, self._config.last_retry_seconds)
@@ -319,6 +324,11 @@ class LedgerWriter:
         with self._changed:
             self._totals.set_aside += count
         _log.critical("the ledger set aside %s", what)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, for the log: a database's further lines quote the row."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 class _StillAwayError(SQLAlchemyError):

@@ -82,6 +82,16 @@ def test_a_noisy_call_site_is_cut_and_says_how_much_was_left_out() -> None:
     assert json.loads(JsonFormatter().format(record))["suppressed"] == 2
 
 
+def test_the_log_of_a_process_is_rate_limited(output: io.StringIO) -> None:
+    for number in range(500):
+        logging.getLogger("a").info("noise %d", number)
+    logging.getLogger("a").info("from elsewhere")
+    told = [line["message"] for line in _lines(output)]
+    assert told[:2] == ["noise 0", "noise 1"]
+    assert told[-1] == "from elsewhere"
+    assert len(told) < 50
+
+
 def test_a_second_configuration_replaces_the_first_and_unknown_levels_are_refused(
     output: io.StringIO,
 ) -> None:
