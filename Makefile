@@ -13,8 +13,8 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .PHONY: audit bench bench-equivalence bench-exports bench-fleet bench-gpu bench-heads bench-layouts \
-  bench-ledger bench-limits bench-peers bench-quick bench-service check constraints demo docs \
-  format help k8s-check protos protos-baseline protos-check setup soak test test-audit \
+  bench-ledger bench-limits bench-memory bench-peers bench-quick bench-service check constraints \
+  demo docs format help k8s-check protos protos-baseline protos-check setup soak test test-audit \
   test-exports test-image test-kill test-model test-node test-observability test-policies \
   test-powerbi test-rollout test-speculators test-thorough test-training
 
@@ -112,6 +112,9 @@ bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> buil
 
 bench-fleet: $(STAMP) ## a simulated fleet under 1x to 1,000x a recorded load -> build/bench/fleet.json, .png
 	$(PY) -m tests.benchmarks.fleet
+
+bench-memory: $(STAMP) ## peak memory of what the pods run, for k8s/figures.toml (needs the model)
+	$(PY) -m tests.benchmarks.fleet_memory
 
 FOCUS := build/focus-validator
 

@@ -27,7 +27,7 @@ PRICE, SECONDS = 0.20, 1200.0
 
 def quotes() -> list[str]:
     """Every sentence of the plan that rests on a measured figure."""
-    ledger, exports = FIGURES["ledger"], FIGURES["exports"]
+    ledger, exports, memory = FIGURES["ledger"], FIGURES["exports"], FIGURES["memory"]
     steps = [f"{1000 * RECORDED_COST.forward_seconds(n):.0f}" for n in (1, 16, 64, 128)]
     batch = 16 / RECORDED_COST.forward_seconds(16)
     kv_tokens = 2**30 / KV_BYTES_PER_TOKEN
@@ -49,6 +49,7 @@ def quotes() -> list[str]:
         f"by two processes | {exports['rows_per_second']:,} |",
         f"per request | {exports['bytes_per_row']} bytes |",
         f"10 million requests | {exports['peak_memory_mb']} MB |",
+        f"| {memory['serve_start']:,} / {memory['pull']:,} / {memory['train']:,} MB |",
         f"one export job: {billion['cpu_seconds_per_day'] / 60:.0f} minutes of one core, "
         f"{billion['gigabytes_per_day']:.0f} GB |",
     ]
