@@ -21,6 +21,7 @@ from pathlib import Path
 
 from service.orders import ChatPrompt, GenerationOrder, TextPrompt, TokenPrompt
 from service.redaction import Redact
+from telemetry.capture_counts import count_captured
 
 _FILE = re.compile(r"prompts-(\d{4}-\d{2}-\d{2})\.jsonl")
 _MAX_WAITING = 1024
@@ -189,6 +190,8 @@ class PromptCapture:
         with self._lock:
             added = {name: getattr(self._counts, name) + n for name, n in more.items()}
             self._counts = replace(self._counts, **added)
+        for name, number in more.items():
+            count_captured(name.removeprefix("num_"), number)
         if "num_dropped" in more and self._counts.num_dropped == 1:
             _log.warning("prompts come faster than they are captured; some are left out")
 

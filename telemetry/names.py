@@ -65,6 +65,7 @@ ATTR_VERDICT = "tandem.audit.verdict"
 ATTR_KIND = "tandem.ledger.record_kind"
 ATTR_STATE = "tandem.state"
 ATTR_CACHE_RESULT = "tandem.prefix_cache.result"
+ATTR_CAPTURE_RESULT = "tandem.capture.result"
 ATTR_STEP_INDEX = "tandem.step.index"
 ATTR_STEP_ROWS = "tandem.step.rows"
 ATTR_STEP_PREFILL_POSITIONS = "tandem.step.prefill_positions"
@@ -270,6 +271,11 @@ EXPORT_FAILURES = MetricSpec(
     "tandem.telemetry.export_failures", Instrument.COUNTER, "{export}",
     "Batches of spans or metrics that the collector did not take.", (ATTR_KIND,),
 )  # fmt: skip
+CAPTURED_PROMPTS = MetricSpec(
+    "tandem.capture.prompts", Instrument.COUNTER, "{prompt}",
+    "Prompts chosen to be kept for training: written, dropped, left_out, failed.",
+    (ATTR_CAPTURE_RESULT,),
+)  # fmt: skip
 
 METRICS: tuple[MetricSpec, ...] = (
     TTFT, TPOT, REQUEST_DURATION, CALL_DURATION, QUEUE_TIME, STEP_LATENCY, TOKENS_PER_STEP,
@@ -278,6 +284,7 @@ METRICS: tuple[MetricSpec, ...] = (
     DRAFTER_EVENTS, BREAKER_CHANGES, BREAKER_OPEN, ACCEPTANCE_DROP, GOODPUT, ROWS, QUEUE_DEPTH,
     BLOCKS, PREFIX_LOOKUPS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
     LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
+    CAPTURED_PROMPTS,
 )  # fmt: skip
 
 

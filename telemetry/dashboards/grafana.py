@@ -215,6 +215,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ((f"sum ({prometheus_name(names.LEDGER_JOURNAL_BYTES)})", "journal"),),
             ),
             _by(names.EXPORT_FAILURES, names.ATTR_KIND, "Telemetry export failures", "short"),
+            _by(names.CAPTURED_PROMPTS, names.ATTR_CAPTURE_RESULT, "Captured prompts", "short"),
         ),
     ),
 )

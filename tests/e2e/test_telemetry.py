@@ -20,6 +20,7 @@ from tests.telemetry.otlp_receiver import Received, attributes_of, otlp_receiver
 # What a healthy server without an energy counter has no reason to send.
 NOT_IN_THIS_RUN = {
     names.PREEMPTIONS.name,
+    names.CAPTURED_PROMPTS.name,
     names.BREAKER_CHANGES.name,
     names.DRAFTER_EVENTS.name,
     names.ENERGY.name,

@@ -10,6 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from pydantic import ValidationError
 
 from engine.request import SamplingParams, SpeculationParams, StoppingParams
@@ -18,6 +20,7 @@ from service.orders import ChatPrompt, GenerationOrder, Prompt, TextPrompt, Toke
 from service.redaction import RedactionError, open_redaction
 from service.security import AccessFileError, read_access_file
 from service.settings import ServiceSettings
+from telemetry import names
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
 
@@ -177,6 +180,27 @@ def test_a_redaction_that_cannot_be_used_is_refused(
 def _file(folder: Path, text: str) -> str:
     (folder / "patterns").write_text(text)
     return str(folder / "patterns")
+
+
+def test_what_became_of_prompts_is_a_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = InMemoryMetricReader()
+    meter = MeterProvider([reader]).get_meter("t")
+    counter = names.create_instrument(meter, names.CAPTURED_PROMPTS)
+    monkeypatch.setattr("telemetry.capture_counts._prompts", counter)
+    orders = [_order(TextPrompt(text)) for text in ("one", "two", "nothing of this", "raise")]
+    _kept(tmp_path, *orders, redact=open_redaction(REDACTION))
+    (tmp_path / "taken" / "prompts-2026-11-30.jsonl").mkdir(parents=True)
+    full_disk = PromptCapture(tmp_path / "taken", share=1, retention_days=30, clock=lambda: NOW)
+    full_disk.offer(orders[0], is_allowed=True)
+    full_disk.close()
+    data = reader.get_metrics_data()
+    assert data is not None
+    (metric,) = data.resource_metrics[0].scope_metrics[0].metrics
+    found = {p.attributes[names.ATTR_CAPTURE_RESULT]: p.value for p in metric.data.data_points}
+    assert metric.name == names.CAPTURED_PROMPTS.name
+    assert found == {"written": 2, "left_out": 2, "failed": 1}
 
 
 def test_a_full_disk_costs_the_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from tests.telemetry.step_stats import request_stats, row, step
 
 RECORDED_ELSEWHERE = {
     names.CALL_DURATION.name,  # by the call's span, through the installed provider
+    names.CAPTURED_PROMPTS.name,  # by the capture, likewise
     names.PREEMPTIONS.name,
     names.BREAKER_CHANGES.name,
     names.DRAFTER_EVENTS.name,
