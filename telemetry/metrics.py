@@ -1,6 +1,5 @@
 """Records the metrics of telemetry.names. Bounded attributes; never an id, a tenant or content."""
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,33 +8,14 @@ from opentelemetry.metrics import Meter
 
 from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry import names
+from telemetry.cardinality import OTHER, BoundedSeries, BoundedValues
 from telemetry.drift import AcceptanceDrift
 from telemetry.ledger.records import LatencySummary, Outcome, RequestCost, Verdict
 from telemetry.ledger.writer_status import WriterStatus
 from telemetry.names import MetricSpec, create_instrument
 
-OTHER = "other"
-MAX_VALUES = 16
 SAMPLED_ROWS = 2  # per step, of the histograms that have a value for each row
 NANO_USD_PER_USD = 1e9
-
-
-class BoundedValues:
-    """Lets the first values of an attribute pass and turns all later ones into "other"."""
-
-    def __init__(self, max_values: int = MAX_VALUES) -> None:
-        self._max_values = max_values
-        self._values: set[str] = set()
-        self._lock = threading.Lock()
-
-    def __call__(self, value: str) -> str:
-        if value in self._values:
-            return value
-        with self._lock:
-            if len(self._values) >= self._max_values:
-                return OTHER
-            self._values.add(value)
-        return value
 
 
 class Metrics:
@@ -45,6 +25,7 @@ class Metrics:
         self._instruments: dict[str, Any] = {
             spec.name: create_instrument(meter, spec) for spec in names.METRICS
         }
+        self._series = {spec.name: BoundedSeries(spec.max_series) for spec in names.METRICS}
         self._bounded: dict[str, BoundedValues] = {}
         self._drift = AcceptanceDrift()
         self._set(names.BREAKER_OPEN, 0)
@@ -215,12 +196,12 @@ class Metrics:
     def _add(
         self, spec: MetricSpec, amount: float, attributes: Mapping[str, str | int] | None = None
     ) -> None:
-        self._instruments[spec.name].add(amount, attributes)
+        self._instruments[spec.name].add(amount, self._admitted(spec, attributes))
 
     def _set(
         self, spec: MetricSpec, value: float, attributes: Mapping[str, str] | None = None
     ) -> None:
-        self._instruments[spec.name].set(value, attributes)
+        self._instruments[spec.name].set(value, self._admitted(spec, attributes))
 
     def _record(
         self,
@@ -229,7 +210,13 @@ class Metrics:
         attributes: Mapping[str, str] | None = None,
         context: Context | None = None,
     ) -> None:
-        self._instruments[spec.name].record(value, attributes, context=context)
+        admitted = self._admitted(spec, attributes)
+        self._instruments[spec.name].record(value, admitted, context=context)
+
+    def _admitted(
+        self, spec: MetricSpec, attributes: Mapping[str, str | int] | None
+    ) -> Mapping[str, str | int] | None:
+        return self._series[spec.name](attributes) if attributes else None
 
 
 def _sampled(stats: StepStats) -> list[RowStepStats]:

@@ -1,5 +1,7 @@
 """Values of the metrics that only some runs emit, their bounds, and what may name a series."""
 
+import itertools
+import re
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import replace
@@ -12,10 +14,11 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from engine.stats import DrafterEvent, DrafterEventKind
 from telemetry import names
+from telemetry.cardinality import MAX_VALUES
 from telemetry.latency import summarise_latency
 from telemetry.ledger.records import Outcome, RequestCost, Verdict
 from telemetry.ledger.writer_status import WriterStatus
-from telemetry.metrics import MAX_VALUES, Metrics
+from telemetry.metrics import Metrics
 from telemetry.names import MetricSpec
 from telemetry.otel import OtelConfig, start_telemetry
 from tests.telemetry.step_stats import request_stats, row, step
@@ -84,6 +87,32 @@ def _energy(metrics: Metrics) -> None:
         metrics.on_energy("rapl", measured, answers)
 
 
+def _requests(metrics: Metrics) -> None:
+    """One of variant "a" that "head" drafted for, two of "b" with prompt lookup, one plain."""
+    for drafter, variant, outcome, changes in (
+        ("head", "a", Outcome.COMPLETED, {"num_recomputed_tokens": 2}),
+        ("prompt_lookup", "b", Outcome.COMPLETED, {}),
+        ("prompt_lookup", "b", Outcome.CANCELLED, {"num_cached_prompt_tokens": 0}),
+        ("", "", Outcome.COMPLETED, {"num_verify_steps": 0, "num_emitted_accepted_tokens": 1}),
+    ):
+        stats = request_stats(drafter=drafter, **changes)
+        metrics.on_finished(stats, summarise_latency(stats), outcome, variant, None)
+    for reason in ("resource_exhausted", "invalid_argument", "resource_exhausted"):
+        metrics.on_refused(reason)
+
+
+def _by_drafter(of_one: int) -> Points:
+    return {("head", "a"): of_one, ("prompt_lookup", "b"): 2 * of_one}
+
+
+def _by_position(first: int, second: int) -> Points:
+    counts = ((0, first), (1, second))
+    return {
+        **{(at, "head", "a"): count for at, count in counts},
+        **{(at, "prompt_lookup", "b"): 2 * count for at, count in counts},
+    }
+
+
 COST = RequestCost(10_000_000, 1_000_000, 2_000_000, 3_000_000, 1_000_000, 4_000_000)
 
 
@@ -96,7 +125,44 @@ COST = RequestCost(10_000_000, 1_000_000, 2_000_000, 3_000_000, 1_000_000, 4_000
                 names.PREEMPTIONS: {(): 3},
                 names.DRAFTER_EVENTS: {("head", "failed"): 2, ("head", "recovered"): 1},
                 names.STEP_DURATION: {(): 4.0},
+                names.STEP_PHASE_TIME: {("verify",): 4.0},
                 names.DRAFT_LENGTH: {(): 6},
+                names.TOKENS_PER_STEP: {(): 2},
+                names.DECISIONS: {("draft",): 2},
+            },
+        ),
+        (
+            _requests,
+            {
+                names.DRAFTS: _by_drafter(5),
+                names.DRAFTED: _by_drafter(9),
+                names.ACCEPTED: _by_drafter(5),
+                names.EMITTED_ACCEPTED: _by_drafter(5),
+                names.DRAFTED_BY_POSITION: _by_position(5, 4),
+                names.ACCEPTED_BY_POSITION: _by_position(3, 2),
+                names.REQUESTS: {
+                    ("completed", "a"): 1,
+                    ("completed", "b"): 1,
+                    ("cancelled", "b"): 1,
+                    ("completed", ""): 1,
+                },
+                names.REJECTS: {("resource_exhausted",): 2, ("invalid_argument",): 1},
+                names.TOKENS: {
+                    **{("input", variant): 7 * n for variant, n in (("a", 1), ("b", 2), ("", 1))},
+                    **{("output", variant): 11 * n for variant, n in (("a", 1), ("b", 2), ("", 1))},
+                    **{("cached_input", variant): 3 for variant in ("a", "b", "")},
+                    ("recomputed", "a"): 2,
+                },
+                names.PREFIX_LOOKUPS: {("hit",): 3, ("miss",): 1},
+                names.QUEUE_TIME: {("a",): 0.1, ("b",): 0.2, ("",): 0.1},
+                names.TTFT: {("a",): 0.5, ("b",): 1.0, ("",): 0.5},
+                names.TPOT: {("a",): 0.05, ("b",): 0.1, ("",): 0.05},
+                names.REQUEST_DURATION: {
+                    ("a", "completed"): 1.0,
+                    ("b", "completed"): 1.0,
+                    ("b", "cancelled"): 1.0,
+                    ("", "completed"): 1.0,
+                },
             },
         ),
         (
@@ -135,7 +201,7 @@ COST = RequestCost(10_000_000, 1_000_000, 2_000_000, 3_000_000, 1_000_000, 4_000
                 names.LEDGER_QUEUE: {(): 4},
                 names.LEDGER_LAG: {(): 7.5},
                 names.LEDGER_SPILLED: {(): 9},
-                names.LEDGER_LOST: {(None,): 2},
+                names.LEDGER_LOST: {(): 2},
                 names.LEDGER_JOURNAL_BYTES: {(): 512},
             },
         ),
@@ -172,7 +238,7 @@ def test_batches_that_a_collector_does_not_take_are_a_series() -> None:
 def test_what_alerts_look_at_begins_at_zero_so_that_the_first_one_is_an_increase() -> None:
     found = _after(lambda metrics: metrics.on_ledger(replace(LEDGER, num_lost=0)))
     assert found[names.AUDITS.name] == {(str(verdict),): 0 for verdict in Verdict}
-    assert found[names.LEDGER_LOST.name] == {(None,): 0}
+    assert found[names.LEDGER_LOST.name] == {(): 0}
     reader = InMemoryMetricReader()
     telemetry = start_telemetry(OtelConfig(), metric_readers=[reader])
     assert _points(reader)[names.EXPORT_FAILURES.name] == {("spans",): 0, ("metrics",): 0}
@@ -190,21 +256,44 @@ def test_histograms_see_what_speculation_does_below_ten_milliseconds() -> None:
         assert spec.buckets[: len(advised) + 3] == (*advised, 5.0, 7.5, 10.0), spec.name
 
 
-def test_no_series_is_named_by_what_others_make_up() -> None:
-    def use(metrics: Metrics) -> None:
-        for number in range(300):
-            stats = request_stats(drafter=f"drafter{number}")
-            latency = summarise_latency(stats)
-            metrics.on_finished(stats, latency, Outcome.COMPLETED, f"variant{number}", None)
-            event = DrafterEvent(f"drafter{number}", DrafterEventKind.FAILED)
-            metrics.on_step(replace(step(0, 1, row("a")), drafter_events=(event,)))
-            metrics.on_audit(f"verdict{number}")
-        for verdict in Verdict:
-            metrics.on_audit(str(verdict))
+MADE_UP = 20  # values of each attribute, every one with every other
 
-    found = _after(use)
-    for spec in (names.DRAFTER_EVENTS, names.ACCEPTANCE_DROP, names.AUDITS):
-        assert len(found[spec.name]) == MAX_VALUES + 1, spec.name
-    assert len(Verdict) < MAX_VALUES
+
+def _make_up_names(metrics: Metrics) -> None:
+    positions = (1,) * MADE_UP
+    for one, other in itertools.product(range(MADE_UP), range(MADE_UP)):
+        stats = request_stats(
+            drafter=f"drafter{one}", drafted_per_position=positions, accepted_per_position=positions
+        )
+        outcome = list(Outcome)[one % len(Outcome)]
+        metrics.on_finished(stats, summarise_latency(stats), outcome, f"variant{other}", None)
+    for number in range(300):
+        event = DrafterEvent(f"drafter{number}", DrafterEventKind.FAILED)
+        metrics.on_step(replace(step(0, 1, row("a")), drafter_events=(event,)))
+        metrics.on_audit(f"verdict{number}")
+        metrics.on_refused(f"reason{number}")
+        metrics.on_breaker(f"state{number}")
+        metrics.on_energy(f"source{number}", 1, is_answering=True)
+    for verdict in Verdict:
+        metrics.on_audit(str(verdict))
+
+
+def test_no_series_is_named_by_what_others_make_up() -> None:
+    found = _after(_make_up_names)
     for spec in names.METRICS:
         assert len(found.get(spec.name, ())) <= spec.max_series, spec.name
+    for spec in (names.DRAFTS, names.DRAFTED_BY_POSITION, names.ENERGY, names.BREAKER_CHANGES):
+        assert len(found[spec.name]) == spec.max_series, "which is reached"
+        assert ("other",) * len(spec.attributes) in found[spec.name]
+    for spec in (names.DRAFTER_EVENTS, names.ACCEPTANCE_DROP, names.AUDITS, names.REJECTS):
+        assert len(found[spec.name]) == MAX_VALUES + 1, spec.name
+    assert len(Verdict) < MAX_VALUES
+
+
+def test_what_is_beyond_the_bound_is_counted_as_other() -> None:
+    found = _after(_make_up_names)
+    assert sum(found[names.DRAFTS.name].values()) == 5 * MADE_UP**2
+    assert found[names.ENERGY.name][("other",)] == pytest.approx(237e-6)
+    for spec in names.METRICS:
+        for attribute in spec.attributes:
+            assert not {"tenant", "label", "trace", "id"} & set(re.split(r"[._]", attribute))

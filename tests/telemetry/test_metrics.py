@@ -10,10 +10,11 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from engine.stats import DrafterEvent, DrafterEventKind
 from telemetry import names
+from telemetry.cardinality import MAX_VALUES
 from telemetry.energy import EnergyMeter
 from telemetry.latency import summarise_latency
 from telemetry.ledger.records import Outcome, Verdict
-from telemetry.metrics import MAX_VALUES, SAMPLED_ROWS, Metrics, _sampled
+from telemetry.metrics import SAMPLED_ROWS, Metrics, _sampled
 from telemetry.otel import OtelConfig, start_telemetry
 from telemetry.recording import AuditFinding
 from telemetry.tracing import start_call_span, start_request_trace
