@@ -26,6 +26,7 @@ import simpy
 from engine.cost_table import CostTable
 from exports.sample.trace import Trace, read_traces
 from tests.benchmarks.fleet_autoscaler import Autoscaler, Policy, Reading, read_policy
+from tests.benchmarks.fleet_limits import demands, first_to_give, read_schedule
 from tests.benchmarks.fleet_model import Fleet, Job, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,7 @@ RECORDED_COST = CostTable(
     tuple(FIGURES["target"]["step_tokens"]), tuple(FIGURES["target"]["step_seconds"])
 )
 KV_BYTES_PER_TOKEN = FIGURES["target"]["kv_bytes_per_token"]
+SCHEDULE = read_schedule(ROOT / "k8s" / "base" / "export.yaml")
 
 
 def jobs_of(
@@ -72,6 +74,13 @@ def busy_replicas(jobs: Sequence[Job], shape: Shape, seconds: float) -> float:
     decode = 1 / (shape.max_num_rows * shape.tokens_per_second(shape.max_num_rows))
     work = (shape.prefill_seconds(j.num_prompt_tokens) + j.num_output_tokens * decode for j in jobs)
     return sum(work) / seconds
+
+
+def fleet_rate(traces: Iterable[Trace], shape: Shape, seconds: float) -> float:
+    """Requests per second of the trace that a fleet of the most replicas takes, as planned."""
+    jobs = jobs_of(traces, 1, seconds, seed=0)
+    per_request = busy_replicas(jobs, shape, seconds) * seconds / len(jobs)
+    return PLANNED_USE * FLEET_REPLICAS / per_request
 
 
 def simulate(jobs: list[Job], shape: Shape, policy: Policy, seconds: float) -> dict[str, Any]:
@@ -112,25 +121,6 @@ def summary(
                 f"p{q}": round(float(np.percentile(values, q)), 3) for q in (50, 95, 99)
             }
             for name, values in latencies.items()
-        },
-    }
-
-
-def demands(
-    rate: float, ledger: dict[str, Any], exports: dict[str, Any]
-) -> dict[str, dict[str, float]]:
-    """What so many requests per second ask of the ledger and the exports, against measurements."""
-    per_day = rate * 86_400
-    return {
-        "ledger": {
-            "rows_per_second": round(rate, 1),
-            "share_of_sqlite": round(rate / ledger["sqlite_rows_per_second"], 4),
-            "share_of_postgresql": round(rate / ledger["postgresql_rows_per_second"], 4),
-        },
-        "exports": {
-            "million_rows_per_day": round(per_day / 1e6, 2),
-            "cpu_seconds_per_day": round(per_day / exports["rows_per_cpu_second"]),
-            "gigabytes_per_day": round(per_day * exports["bytes_per_row"] / 1e9, 2),
         },
     }
 
@@ -192,7 +182,7 @@ def table_row(entry: dict[str, Any]) -> str:
         f"| {ttft['p50']:.1f} / {ttft['p99']:.1f} s | {entry['usd_per_hour']:,.0f} "
         f"| {entry['usd_per_thousand_requests']:.2f} "
         f"| {100 * entry['ledger']['share_of_postgresql']:.1f} % "
-        f"| {export['cpu_seconds_per_day']:,} s, {export['gigabytes_per_day']:.1f} GB |"
+        f"| {export['last_run_seconds']:,} s, {export['gigabytes_per_day']:.1f} GB |"
     )
 
 
@@ -238,13 +228,14 @@ def main() -> None:
         replay(traces, factor, shape, arguments.scale, arguments.price, seconds)
         for factor in arguments.factors
     ]
-    measured = _measured("ledger"), _measured("exports")
+    measured = _measured("ledger"), _measured("exports"), SCHEDULE
     result = {
         "cost_table": asdict(cost),
         "acceptance": arguments.acceptance,
         "usd_per_replica_hour": arguments.price,
         "seconds": seconds,
         "factors": [e | demands(e["requests_per_second"], *measured) for e in entries],
+        "first_to_give": first_to_give(fleet_rate(traces, shape, seconds), *measured),
         "reaction": reaction(traces, shape, arguments.scale, seconds),
     }
     result["took_seconds"] = round(time.perf_counter() - began, 1)
@@ -254,6 +245,8 @@ def main() -> None:
 
     plot(result, arguments.out.with_suffix(".png"))
     print(*(table_row(entry) for entry in result["factors"]), sep="\n")
+    for what, rate in result["first_to_give"].items():
+        print(f"{rate:10,.0f} requests per second: {what}")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         line(tail, [f["queue_seconds"][name] for f in of_fleet], f"queue {name}", RED, style)
     line(demand, [100 * e["ledger"]["share_of_sqlite"] for e in entries], "SQLite", GREY)
     line(demand, [100 * e["ledger"]["share_of_postgresql"] for e in entries], "PostgreSQL", BLUE)
-    day = [100 * e["exports"]["cpu_seconds_per_day"] / 86_400 for e in entries]
-    line(demand, day, "export, one core", GREEN)
+    line(demand, [100 * e["exports"]["cores"] for e in entries], "export, one core", GREEN)
     demand.axhline(100, color=RED, linewidth=0.8)
     for axis in (size, tail, demand):
         axis.set_xscale("log")

@@ -11,17 +11,17 @@ import simpy
 from exports.sample.trace import Trace
 from tests.benchmarks.fleet import (
     RECORDED_COST,
-    demands,
     jobs_of,
     reaction,
     replay,
     simulate,
 )
 from tests.benchmarks.fleet_autoscaler import Autoscaler, Reading, read_policy
+from tests.benchmarks.fleet_limits import ExportSchedule, demands, first_to_give, read_schedule
 from tests.benchmarks.fleet_model import Fleet, Job, Shape
+from tests.k8s.manifests import K8S
 
-ROOT = Path(__file__).parents[2]
-SCALE = ROOT / "k8s" / "base" / "scale.yaml"
+SCALE = K8S / "base" / "scale.yaml"
 SHAPE = Shape(RECORDED_COST, 16, 256, 46_000, 0.0, 45.0)
 SECONDS = 600.0
 
@@ -155,7 +155,33 @@ def test_a_surge_makes_the_fleet_grow(traces: list[Trace]) -> None:
 def test_demands_are_shares_of_what_was_measured() -> None:
     ledger = {"sqlite_rows_per_second": 1000, "postgresql_rows_per_second": 500}
     exports = {"bytes_per_row": 40, "rows_per_cpu_second": 86_400}
-    found = demands(250.0, ledger, exports)
+    found = demands(250.0, ledger, exports, ExportSchedule(21_600.0, 3600.0))
     assert found["ledger"]["share_of_postgresql"] == 0.5
-    assert found["exports"]["cpu_seconds_per_day"] == 250
+    assert found["exports"]["last_run_seconds"] == 250
+    # Four runs of a day write a quarter, a half, three quarters and all of it.
+    assert found["exports"]["cores"] == pytest.approx(250 * 2.5 / 86_400, abs=1e-4)
     assert found["exports"]["gigabytes_per_day"] == pytest.approx(250 * 86_400 * 40 / 1e9, abs=0.01)
+
+
+def test_what_gives_first_is_where_a_run_of_the_export_takes_its_whole_time() -> None:
+    schedule = read_schedule(K8S / "base" / "export.yaml")
+    assert schedule == ExportSchedule(900.0, 3600.0)
+    ledger = {"sqlite_rows_per_second": 1, "postgresql_rows_per_second": 3000}
+    exports = {"bytes_per_row": 1, "rows_per_cpu_second": 86_400}
+    found = first_to_give(30.0, ledger, exports, schedule)
+    assert list(found.items()) == [
+        ("replicas of a fleet", 30.0),
+        ("period of the export", 900.0),
+        ("half of PostgreSQL", 1500.0),
+        ("deadline of the export", 3600.0),
+    ]
+    last = demands(900.0, ledger, exports, schedule)["exports"]["last_run_seconds"]
+    assert last == schedule.period_seconds
+
+
+def test_a_schedule_that_the_plan_cannot_read_is_refused(tmp_path: Path) -> None:
+    text = (K8S / "base" / "export.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "export.yaml"
+    path.write_text(text.replace("*/15 * * * *", "0 3 * * *"), encoding="utf-8")
+    with pytest.raises(ValueError, match="schedule"):
+        read_schedule(path)

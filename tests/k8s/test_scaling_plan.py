@@ -11,11 +11,13 @@ from tests.benchmarks.fleet import (
     FIGURES,
     KV_BYTES_PER_TOKEN,
     RECORDED_COST,
-    demands,
+    SCHEDULE,
+    fleet_rate,
     reaction,
     replay,
     table_row,
 )
+from tests.benchmarks.fleet_limits import demands, first_to_give
 from tests.benchmarks.fleet_model import Shape
 from tests.k8s.manifests import K8S
 
@@ -33,7 +35,8 @@ def quotes() -> list[str]:
     kv_tokens = 2**30 / KV_BYTES_PER_TOKEN
     messages = f"{FIGURES['service']['messages_per_second']:,}"
     sqlite, postgresql = (ledger[f"{name}_rows_per_second"] for name in ("sqlite", "postgresql"))
-    billion = demands(1e9 / 86_400, ledger, exports)["exports"]
+    most = demands(8.00627 * FACTORS[-1], ledger, exports, SCHEDULE)["exports"]
+    limits = first_to_give(1.0, ledger, exports, SCHEDULE)
     return [
         f"| {' / '.join(steps)} ms |",
         f"16 rows keep a token under {1000 * RECORDED_COST.forward_seconds(16) + 0.5:.0f} ms",
@@ -50,8 +53,17 @@ def quotes() -> list[str]:
         f"per request | {exports['bytes_per_row']} bytes |",
         f"10 million requests | {exports['peak_memory_mb']} MB |",
         f"| {memory['serve_start']:,} / {memory['pull']:,} / {memory['train']:,} MB |",
-        f"one export job: {billion['cpu_seconds_per_day'] / 60:.0f} minutes of one core, "
-        f"{billion['gigabytes_per_day']:.0f} GB |",
+        f"{most['cores']:.1f} cores at {FACTORS[-1]:,}x",
+        *(
+            f"| {rate:,.0f} requests per second, {rate * 86_400 / 1e6:.0f} million a day | {what}"
+            for rate, what in (
+                (
+                    limits["period of the export"],
+                    "a run of the export takes longer",
+                ),
+                (limits["deadline of the export"], "the export's last run of a day takes longer"),
+            )
+        ),
     ]
 
 
@@ -72,13 +84,13 @@ def test_the_demands_of_the_fleets_follow_from_the_recorded_figures() -> None:
     for row in rows:
         rate = 8.00627 * int(row[0][:-1].replace(",", ""))  # of the trace's first twenty minutes
         assert float(row[1].replace(",", "")) == round(rate)
-        found = demands(rate, FIGURES["ledger"], FIGURES["exports"])
+        found = demands(rate, FIGURES["ledger"], FIGURES["exports"], SCHEDULE)
         assert float(row[7].rstrip(" %")) == pytest.approx(
             100 * found["ledger"]["share_of_postgresql"], abs=0.06
         )
         seconds, gigabytes = re.findall(r"([\d,]+) s, ([\d.]+) GB", row[8])[0]
         assert float(seconds.replace(",", "")) == pytest.approx(
-            found["exports"]["cpu_seconds_per_day"], abs=1.5
+            found["exports"]["last_run_seconds"], abs=1.5
         )
         assert float(gigabytes) == pytest.approx(found["exports"]["gigabytes_per_day"], abs=0.06)
 
@@ -94,9 +106,23 @@ def azure() -> list[Trace]:
 @pytest.mark.parametrize("factor", FACTORS)
 def test_the_table_is_what_the_simulated_fleets_did(azure: list[Trace], factor: int) -> None:
     entry = replay(azure, factor, SHAPE, SCALE, PRICE, SECONDS)
-    asked = demands(entry["requests_per_second"], FIGURES["ledger"], FIGURES["exports"])
+    ledger, exports = FIGURES["ledger"], FIGURES["exports"]
+    asked = demands(entry["requests_per_second"], ledger, exports, SCHEDULE)
     assert table_row(entry | asked) in (K8S / "SCALING.md").read_text(encoding="utf-8")
     assert entry["one_fleet"]["num_refused"] == 0
+
+
+def test_what_gives_first_stands_in_the_order_of_its_traffic(azure: list[Trace]) -> None:
+    ledger, exports = FIGURES["ledger"], FIGURES["exports"]
+    limits = first_to_give(fleet_rate(azure, SHAPE, SECONDS), ledger, exports, SCHEDULE)
+    told = {
+        "replicas of a fleet": f"here {limits['replicas of a fleet']:.0f} requests per second |",
+        "period of the export": "| a run of the export takes longer",
+        "deadline of the export": "| the export's last run of a day takes longer",
+        "half of PostgreSQL": "half of what PostgreSQL took |",
+    }
+    places = [PLAN.index(told[what]) for what in limits]
+    assert places == sorted(places)
 
 
 @pytest.mark.thorough
