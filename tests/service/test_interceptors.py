@@ -11,7 +11,9 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import grpc
 import pytest
 from grpc import aio
-from opentelemetry import trace
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -28,6 +30,7 @@ from telemetry import names
 from tests.fakes import FakeEngine
 from tests.service.serving import running_server
 from tests.service.test_generate import text_request, wait_until
+from tests.service.test_labels import LabelsSeen
 
 PREFIX = "tandem.v1.GenerationService/"
 
@@ -184,6 +187,45 @@ async def test_client_spans_end_as_their_calls_do_and_are_the_parents_of_the_ser
     for span in clients:
         is_ok = span.attributes[names.ATTR_RPC_STATUS_CODE] == "OK"
         assert (span.status.status_code is StatusCode.ERROR) is not is_ok
+
+
+async def test_baggage_of_the_caller_becomes_labels_of_its_request(
+    spans: InMemorySpanExporter,
+) -> None:
+    recording = LabelsSeen()
+    async with (
+        running_server(recording=recording) as running,
+        AsyncClient(running.address, trace_calls=True) as client,
+    ):
+        token = context.attach(baggage.set_baggage("tandem.label.team", "search"))
+        try:
+            await client.generate(text_request()).result()
+        finally:
+            context.detach(token)
+        await client.generate(text_request()).result()
+    assert recording.seen == [{"team": "search"}, {}]
+
+
+async def test_health_and_reflection_have_spans_with_their_status_too(
+    spans: InMemorySpanExporter,
+) -> None:
+    async with running_server(reflection=True) as running:
+        channel = running.channel
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        watch.cancel()
+        listing = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        async for _ in stub.ServerReflectionInfo(iter([listing])):
+            pass
+        await wait_until(lambda: len(spans.get_finished_spans()) == 3)
+    found = {
+        (span.name.rpartition("/")[2], (span.attributes or {})[names.ATTR_RPC_STATUS_CODE])
+        for span in spans.get_finished_spans()
+    }
+    assert found == {("Check", "OK"), ("Watch", "CANCELLED"), ("ServerReflectionInfo", "OK")}
 
 
 def _of_kind(spans: InMemorySpanExporter, kind: SpanKind) -> list[ReadableSpan]:

@@ -1,15 +1,19 @@
 """Accounts on the real engine: every step's price reaches its rows, counts and identities hold."""
 
 import time
+from pathlib import Path
 
 from engine.request import SamplingParams
 from engine.stats import RequestStats, StepStats
 from telemetry.clock import AnchoredClock
 from telemetry.cost import CostMeter
 from telemetry.latency import summarise_latency
+from telemetry.ledger.queries import check_ledger, reconcile
 from telemetry.ledger.records import NANOSECONDS_PER_HOUR, RequestCost
+from telemetry.ledger.session import open_ledger
 from telemetry.prices import fixed_price
 from tests.engine.driver import request, tiny_engine
+from tests.telemetry.recording_rig import recording_rig
 
 PRICE = fixed_price("123.456789")
 PER_HOUR = PRICE.prices[0].nano_usd_per_hour
@@ -47,6 +51,11 @@ def test_each_step_is_charged_whole_and_all_add_up_to_price_times_wall() -> None
         exact = busy * PER_HOUR / NANOSECONDS_PER_HOUR
         assert abs(charged - charged_before - exact) <= 1
         charged_before = charged
+        # To the nano-dollar after every single step, rows and idle time together.
+        assert sum(account.cost for account in accounts._accounts.values()) == charged
+        wall = accounts._cursor - started
+        due = wall * PER_HOUR // NANOSECONDS_PER_HOUR
+        assert charged + accounts._interval.cost_idle == due
     ended = time.monotonic_ns()
     (interval,) = accounts.close(ended)
     costs = {name: accounts.finish(name) for name in finished}
@@ -68,6 +77,48 @@ def _check_parts(costs: dict[str, RequestCost], finished: dict[str, RequestStats
         latency = summarise_latency(stats)
         assert latency.queue_seconds is not None
         assert latency.queue_seconds <= latency.e2e_seconds
+
+
+def test_rows_of_the_ledger_say_what_speculation_cost_and_saved_on_the_real_engine(
+    tmp_path: Path,
+) -> None:
+    engine = tiny_engine(drafters=("draft_model",), max_num_rows=4)
+    with recording_rig(tmp_path, capacity_interval_seconds=0.05) as rig:
+        prompt = list(range(5, 45))
+        for name, mode in (("plain", "off"), ("first", "on"), ("second", "on")):
+            made = request(name, prompt, max_tokens=24, mode=mode, max_draft_tokens=4)
+            opened = rig.recorder.begin(made, labels={}, variant="", trace=None)
+            engine.submit(made)
+            while engine.has_work():
+                output = engine.step()
+                assert output.stats is not None
+                rig.recorder.on_step(output.stats)
+                for stats in output.finished:
+                    done = rig.recorder.on_finished(opened, stats, status_code="OK")
+            assert done.durable.result(10)
+    rows = {found.request_id: found for found in rig.requests()}
+    ledger = open_ledger(rig.url, read_only=True)
+    money, findings = reconcile(ledger), check_ledger(ledger)
+    ledger.dispose()
+    assert money.charged_nano_usd == money.due_nano_usd > 0
+    assert all(finding.is_good for finding in findings), findings
+    for name, found in rows.items():
+        parts = (
+            found.cost_prefill_nano_usd,
+            found.cost_decode_nano_usd,  # with the drafts' part: verification
+            found.cost_draft_nano_usd,
+            found.cost_drafter_nano_usd,
+        )
+        assert sum(parts) == found.cost_nano_usd, name
+        assert (min(parts) > 0) == (name != "plain")
+        num_rejected = found.num_draft_tokens - found.num_accepted_tokens
+        assert (found.cost_rejected_nano_usd > 0) == (num_rejected > 0)
+        assert found.cost_rejected_nano_usd <= found.cost_draft_nano_usd
+        assert (found.num_cached_prompt_tokens > 0) == (name != "plain"), "the same prompt again"
+        # Made of plain steps measured before, and no part of what this request cost.
+        estimate = found.estimated_cost_without_speculation_nano_usd
+        assert (estimate is None) == (name == "plain")
+        assert estimate not in (0, found.cost_nano_usd)
 
 
 def test_the_engines_counts_agree_step_by_step_and_request_by_request() -> None:
