@@ -1,19 +1,24 @@
 """Retention: old and exported rows go, everything else stays; on PostgreSQL by partition."""
 
+import shutil
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
-from sqlalchemy import insert, select
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import create_engine, insert, make_url, select
 
 from telemetry.ledger import models
 from telemetry.ledger.partitions import partition_days
-from telemetry.ledger.queries import check_ledger, ledger_stats
+from telemetry.ledger.queries import check_ledger, ledger_stats, reconcile
 from telemetry.ledger.records import RequestRecord
 from telemetry.ledger.retention import RetentionError, prune
-from telemetry.ledger.session import open_ledger
+from telemetry.ledger.session import migrate, open_ledger
 from telemetry.ledger.store import LedgerStore
 from tests.telemetry.ledger_records import request_record
+from tests.telemetry.recording_rig import recording_rig
 
 
 def _on(day: int, request_id: str) -> RequestRecord:
@@ -47,9 +52,69 @@ def test_only_old_and_exported_rows_go(ledger_url: str) -> None:
     engine.dispose()
 
 
-def test_a_day_gets_its_partition_before_its_rows(postgres_url: str) -> None:
-    from telemetry.ledger.session import migrate
+@given(
+    days=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    watermarks=st.lists(st.integers(0, 14), min_size=1, max_size=3),
+    before=st.integers(1, 6),
+)
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_what_one_of_the_exports_has_not_read_stays(
+    tmp_path: Path, days: list[int], watermarks: list[int], before: int
+) -> None:
+    url = f"sqlite:///{tmp_path}/{uuid4().hex}.db"
+    shutil.copyfile(_empty_ledger(tmp_path), make_url(url).database or "")
+    engine = open_ledger(url)
+    LedgerStore(engine).write([_on(day, f"r{n}") for n, day in enumerate(days)], may_exist=False)
+    at = datetime.now(UTC)
+    with engine.begin() as connection:
+        marks = [
+            {"name": f"export{n}", "ledger_id": mark, "exported_at": at}
+            for n, mark in enumerate(watermarks)
+        ]
+        connection.execute(insert(models.ExportWatermark), marks)
+    prune(engine, before=date(2026, 3, before))
+    with engine.connect() as connection:
+        left = set(connection.execute(select(models.Request.ledger_id)).scalars())
+    engine.dispose()
+    expected = {
+        ledger_id
+        for ledger_id, day in enumerate(days, start=1)
+        if ledger_id > min(watermarks) or day >= before
+    }
+    assert left == expected
 
+
+def _empty_ledger(folder: Path) -> Path:
+    path = folder / "template.db"
+    if not path.exists():
+        migrate(f"sqlite:///{path}")
+        engine = create_engine(f"sqlite:///{path}")
+        with engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+        engine.dispose()
+    return path
+
+
+def test_accounts_still_add_up_when_retention_took_a_part_of_them(tmp_path: Path) -> None:
+    for _ in range(2):
+        with recording_rig(tmp_path) as rig:
+            for number in range(4):
+                request = rig.begin(f"r{number}")
+                rig.run_step(f"r{number}")
+                rig.finish(request)
+    engine = open_ledger(rig.url)
+    before = reconcile(engine)
+    tomorrow = datetime.now(UTC).date() + timedelta(days=1)
+    assert prune(engine, before=tomorrow, through=2).num_requests == 2
+    after = reconcile(engine)
+    engine.dispose()
+    assert before.differing == after.differing == {}
+    assert after.charged_nano_usd == before.charged_nano_usd > 0
+
+
+def test_a_day_gets_its_partition_before_its_rows(postgres_url: str) -> None:
     migrate(postgres_url)
     engine = open_ledger(postgres_url)
     LedgerStore(engine).write([_on(5, "a")], may_exist=False)
