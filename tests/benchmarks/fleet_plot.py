@@ -31,6 +31,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     line(demand, [100 * e["ledger"]["share_of_sqlite"] for e in entries], "SQLite", GREY)
     line(demand, [100 * e["ledger"]["share_of_postgresql"] for e in entries], "PostgreSQL", BLUE)
     line(demand, [100 * e["exports"]["cores"] for e in entries], "export, one core", GREEN)
+    tail.margins(y=0.3)  # above the lines, for the legend
+    tail.set_ylim(bottom=-0.3)
     demand.axhline(100, color=RED, linewidth=0.8)
     for axis in (size, tail, demand):
         axis.set_xscale("log")
@@ -53,7 +55,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set_title(title)
         axis.set_ylabel(unit)
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, ncols=3 if axis is tail else 1)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
