@@ -28,6 +28,7 @@ from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVCache
 from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, PACKED_PADDING, Padding
+from engine.lean_layers import can_be_lean, make_lean
 from engine.loader import LoadedModel, check_same_vocabulary
 from engine.model_runner import ModelRunner
 from engine.packed_linear import can_pack, is_all_packed, pack_linears
@@ -191,6 +192,8 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
         block_size=None if cache.is_contiguous else size,
     )
     loaded = examined.loaded
+    if can_be_lean(loaded.model):
+        make_lean(loaded.model, loaded.max_context_tokens)
     if can_pack(loaded.model) and (examined.is_ragged or loaded.model._supports_attention_backend):
         pack_linears(loaded.model)
     runner: ModelRunner | AlignedRunner
@@ -225,7 +228,8 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
 
 
 def _cost_key(examined: ExaminedModel, runner: TargetRunner) -> str:
-    """Names what a cost table depends on: model, dtype, layout, padding, processor, threads."""
+    """Names what a cost table depends on: model and the modules that compute it, dtype, layout,
+    padding, processor, threads."""
     loaded = examined.loaded
     device = loaded.model.device
     name = platform.processor() or platform.machine()
@@ -233,6 +237,7 @@ def _cost_key(examined: ExaminedModel, runner: TargetRunner) -> str:
         name = torch.cuda.get_device_name(device)
     parts = (
         loaded.fingerprint,
+        sorted({type(module).__name__ for module in loaded.model.modules()}),
         loaded.model.dtype,
         runner.padding,
         _memory_layout(examined, runner.cache),

@@ -1,8 +1,9 @@
 """Calls a model over our own slots: a plan of tokens in, logits out.
 
 Beside engine/aligned_runner.py the only file that calls a model.
-Models run unmodified. Their attention is replaced through transformers' AttentionInterface
-by `_attend`, which works over our slots (engine/planned_attention.py).
+Models run as transformers wrote them, or with layers that compute the same in fewer operations
+(engine/lean_layers.py). Their attention is replaced through transformers' AttentionInterface by
+`_attend`, which works over our slots (engine/planned_attention.py).
 """
 
 import inspect
@@ -103,7 +104,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] of positions first.. by the unmodified model, without a cache."""
+        """Logits [T - first, V] of positions first.. by the model's own attention, cacheless."""
         index = torch.arange(first, len(token_ids), device=self.model.device)
         arguments: dict[str, Any] = {"logits_to_keep": index} if self._keeps_logits else {}
         self.model.set_attn_implementation(self._own_attention)

@@ -30,7 +30,7 @@ class TargetRunner(Protocol):
         ...
 
     def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] of positions first.. by the unmodified model, without a cache."""
+        """Logits [T - first, V] of positions first.. by the model's own attention, cacheless."""
         ...
 
     def logits_afresh(self, token_ids: Sequence[int], first: int) -> torch.Tensor:

@@ -71,7 +71,11 @@ def test_cancelling_disturbs_no_neighbour_and_leaves_nothing_behind(layout: str)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_bf16_every_difference_is_a_tie_that_the_auditor_explains(layout: str) -> None:
+def test_in_bf16_every_difference_is_a_tie_that_the_auditor_explains(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lean layers of so small a model keep their bits in rectangles, too.
+    monkeypatch.setattr("engine.assembly.can_be_lean", lambda model: False)
     engine = audited_engine(torch.bfloat16, layout=layout)
     assert engine.info.guarantee == "rounding"
     run(engine, greedy_and_seeded())
