@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,13 @@ import pytest
 from service.client import Client
 from service.client_calls import TandemError
 from telemetry import names
+from telemetry.ledger.queries import check_ledger, ledger_stats
+from telemetry.ledger.session import open_ledger
 from tests.telemetry.otlp_receiver import Received, attributes_of, otlp_receiver
 
 # What a healthy server without an energy counter has no reason to send.
 NOT_IN_THIS_RUN = {
     names.PREEMPTIONS.name,
-    names.CAPTURED_PROMPTS.name,
     names.BREAKER_CHANGES.name,
     names.DRAFTER_EVENTS.name,
     names.ENERGY.name,
@@ -30,8 +32,10 @@ PROMPT = "0123456789 " * 9  # repeats itself, so that prompt lookup drafts
 
 
 @contextmanager
-def _served(model: Path, home: Path, **settings: str) -> Iterator[Client]:
-    """`tandem serve` as a process; it has ended, and sent everything, at the end."""
+def _served(
+    model: Path, home: Path, *, is_killed: bool = False, **settings: str
+) -> Iterator[Client]:
+    """`tandem serve` as a process; it has ended, and sent everything unless killed, at the end."""
     command = [str(Path(sys.executable).with_name("tandem")), "serve", "--port", "0"]
     environment = {
         **os.environ,
@@ -46,6 +50,9 @@ def _served(model: Path, home: Path, **settings: str) -> Iterator[Client]:
         line = next(line for line in server.stderr if line.startswith("serving on "))
         with Client(line.split()[-1]) as client:
             yield client
+            if is_killed:
+                server.kill()
+                return
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
     finally:
@@ -73,7 +80,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def received(tiny_model: Path, home: Path) -> Received:
-    settings = {"TANDEM_STEP_SPAN_EVERY": "5", "TANDEM_AUDIT_SHARE": "1"}
+    settings = {
+        "TANDEM_STEP_SPAN_EVERY": "5",
+        "TANDEM_AUDIT_SHARE": "1",
+        "TANDEM_CAPTURE_FOLDER": str(home / "captured"),
+        "TANDEM_CAPTURE_SHARE": "1",
+    }
     with otlp_receiver() as receiver:
         with _served(
             tiny_model, home, TANDEM_OTLP_ENDPOINT=receiver.endpoint, **settings
@@ -118,6 +130,7 @@ def test_the_metrics_say_what_the_run_did(received: Received) -> None:
     assert verdicts.pop("exact") > 0
     assert verdicts == {"numeric_tie": 0, "divergence": 0}
     assert values(names.EXPORT_FAILURES, names.ATTR_KIND) == {"spans": 0, "metrics": 0}
+    assert values(names.CAPTURED_PROMPTS, names.ATTR_CAPTURE_RESULT) == {"written": 5}
 
 
 def test_what_a_request_took_leads_to_its_trace(received: Received) -> None:
@@ -159,6 +172,36 @@ def test_telemetry_and_the_ledger_name_the_same_start_of_the_server(
     with sqlite3.connect(home / "ledger.db") as ledger:
         instances = [row[0] for row in ledger.execute("SELECT instance_id FROM instances")]
     assert {attributes_of(r)["service.instance.id"] for r in received.resources} == {*instances}
+
+
+@pytest.mark.thorough  # two starts of a server
+def test_a_server_that_is_killed_leaves_its_requests_to_the_next_start(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with _served(tiny_model, tmp_path, is_killed=True) as client:
+        client.generate(PROMPT, request_id="done", max_tokens=8).result()
+        stream = client.generate(PROMPT, request_id="running", max_tokens=400, ignore_eos=True)
+        next(iter(stream))
+        _wait_until_filed(tmp_path / "ledger.db", "SELECT 1 FROM requests")
+        _wait_until_filed(tmp_path / "ledger.db", "SELECT 1 FROM request_starts")
+    with _served(tiny_model, tmp_path) as client:
+        client.generate(PROMPT, request_id="after", max_tokens=8).result()
+    engine = open_ledger(f"sqlite:///{tmp_path}/ledger.db", read_only=True)
+    findings, stats = check_ledger(engine), ledger_stats(engine)
+    engine.dispose()
+    assert all(finding.is_good for finding in findings), findings
+    assert stats.num_by_outcome == {"completed": 2, "orphaned": 1}
+    assert stats.num_open == 0
+
+
+def _wait_until_filed(ledger: Path, query: str) -> None:
+    patience_until = time.monotonic() + 30
+    while True:
+        with sqlite3.connect(ledger) as connection:
+            if connection.execute(query).fetchone():
+                return
+        assert time.monotonic() < patience_until, query
+        time.sleep(0.02)
 
 
 def test_no_text_of_a_request_is_in_any_span(received: Received) -> None:
