@@ -1,10 +1,13 @@
 """Accounts on the real engine: every step's price reaches its rows, counts and identities hold."""
 
+import subprocess
+import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from engine.request import SamplingParams
-from engine.stats import RequestStats, StepStats
+from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry.clock import AnchoredClock
 from telemetry.cost import CostMeter
 from telemetry.latency import summarise_latency
@@ -15,6 +18,7 @@ from telemetry.prices import fixed_price
 from tests.engine.driver import request, tiny_engine
 from tests.telemetry.recording_rig import recording_rig
 
+ROOT = Path(__file__).parents[2]
 PRICE = fixed_price("123.456789")
 PER_HOUR = PRICE.prices[0].nano_usd_per_hour
 
@@ -131,3 +135,24 @@ def test_the_engines_counts_agree_step_by_step_and_request_by_request() -> None:
         assert sum(row.num_emitted_tokens for row in rows) == stats.num_output_tokens
         assert sum(stats.drafted_per_position) == stats.num_draft_tokens
         assert sum(stats.accepted_per_position) == stats.num_accepted_tokens
+
+
+def test_what_telemetry_reads_of_a_step_is_on_the_host_already() -> None:
+    """A tensor among these values would make the reader wait for the device."""
+    steps, finished = _run()
+    plain = (int, float, str, type(None))
+    for found in (*steps, *(row for step in steps for row in step.rows), *finished.values()):
+        for spec in fields(found):
+            value = getattr(found, spec.name)
+            if isinstance(value, tuple):
+                assert all(isinstance(item, (*plain, RowStepStats)) for item in value), spec.name
+            else:
+                assert isinstance(value, plain), spec.name
+
+
+def test_telemetry_knows_no_tensors() -> None:
+    program = (
+        "import sys, telemetry.assembly, telemetry.recorder, telemetry.tracing\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
