@@ -1,6 +1,8 @@
 """The Makefile's targets are commands, never files, and CI runs every test among them."""
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,3 +28,15 @@ def test_ci_runs_every_test_target_but_those_that_are_named_here() -> None:
     called = {target for call in calls for target in call.split()}
     tests = {name for name in TARGETS if re.match(r"test(-|$)", name)}
     assert tests - called == NOT_IN_CI.keys()
+
+
+def test_make_test_leaves_no_folder_out() -> None:
+    """The manifests' checks among them: what `make k8s-check` runs is no more than is quick."""
+    planned = subprocess.run(
+        ["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    (line,) = [line for line in planned.splitlines() if "-m pytest" in line]
+    words = shlex.split(line.partition("-m pytest")[2])
+    assert [word for word in words if word.startswith(("tests", "--ignore", "--deselect"))] == []
+    checks = re.findall(r"^k8s-check:.*\n\t.*-m pytest (.*)$", MAKEFILE, re.MULTILINE)
+    assert [shlex.split(found)[-1] for found in checks] == ["tests/k8s"]
