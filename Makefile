@@ -164,12 +164,12 @@ test-policies: $(STAMP) $(CHECKOV)/.installed ## checkov over the built manifest
 	  $(VENV)/bin/kubectl kustomize $$folder > build/manifests/$$(echo $$folder | tr / -).yaml || exit 1; done
 	$(CHECKOV)/bin/checkov -d build/manifests --config-file k8s/checkov.yaml
 
-test-image: $(STAMP) ## the image's install steps in a clean folder; fetches every dependency
-	$(PY) -m pytest -q -m slow tests/k8s/test_image.py
+test-image: $(STAMP) ## the image's install steps in a clean folder, and what they make; fetches every dependency
+	$(PY) -m pytest -q -m slow tests/k8s/test_installed_image.py
 
 test-rollout: $(STAMP) ## servers rolled under load or split, an experiment changed, a training Job evicted
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/k8s tests/engine/test_shards.py \
-	  --ignore tests/k8s/test_image.py
+	  --ignore tests/k8s/test_installed_image.py
 
 check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos, licences
 	$(VENV)/bin/ruff check

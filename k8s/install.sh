@@ -6,6 +6,7 @@ set -eu
 folder=$1
 variant=$2
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+export PIP_ONLY_BINARY=:all: # nothing is compiled, so that the builder needs no compiler either
 
 case $variant in
     cpu) index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} extras=postgresql,oidc ;;
@@ -22,5 +23,6 @@ fi
 tools=$(mktemp -d)
 ${PYTHON:-python3} -m venv "$tools"
 "$tools/bin/pip" install --quiet 'cyclonedx-bom>=7,<8'
-"$tools/bin/cyclonedx-py" environment --output-file "$folder/sbom.cdx.json" "$folder/bin/python"
+"$tools/bin/cyclonedx-py" environment --gather-license-texts \
+    --output-file "$folder/sbom.cdx.json" "$folder/bin/python"
 rm -rf "$tools"
