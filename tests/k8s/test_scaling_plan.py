@@ -5,6 +5,7 @@ import re
 import pytest
 
 from exports.sample.trace import Trace, read_traces
+from telemetry.names import METRICS, Instrument
 from tests.benchmarks.fleet import (
     DATA,
     FACTORS,
@@ -76,6 +77,17 @@ def _rows() -> list[list[str]]:
 
 def test_the_plan_quotes_the_recorded_figures() -> None:
     assert [quote for quote in quotes() if quote not in PLAN] == []
+
+
+def test_a_replica_exposes_no_more_series_than_the_plan_says() -> None:
+    (said,) = re.findall(r"at most ([\d,]+) series", PLAN)
+    # A histogram has a series per bucket, one for what is beyond, a sum and a count.
+    most = sum(
+        (spec.max_series if spec.attributes else 1)
+        * (len(spec.buckets) + 3 if spec.instrument is Instrument.HISTOGRAM else 1)
+        for spec in METRICS
+    )
+    assert most <= int(said.replace(",", "")) < 2 * most
 
 
 def test_the_demands_of_the_fleets_follow_from_the_recorded_figures() -> None:
