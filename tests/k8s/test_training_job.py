@@ -1,4 +1,4 @@
-"""The training Job's own commands, evicted in the middle, go on and fill the registry."""
+"""The training Jobs' own commands, ended in the middle, go on and fill the registry."""
 
 import json
 import os
@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+import service.models
 from engine.drafter.head.files import read_card
 from engine.drafter.registry import HeadRegistry
 from engine.training.errors import EXIT_STOPPED
+from service.models import CATALOGUE, model_path
 from tests.k8s.kubelet import publish
 from tests.k8s.manifests import build, environment, expand, pods
 from tests.tiny import save_tiny_model
@@ -44,11 +46,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 class Node:
     """Runs containers of the Job with its volumes as folders here."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, job: str) -> None:
         self.folder = folder
-        self._resources = build("training/gpu")
+        self._resources = build(job)
         (pod,) = pods(self._resources)
         self._containers = {c["name"]: c for c in pod.containers()}
+        self.names = list(self._containers)
 
     def at(self, path: str) -> Path:
         """Where a path of a container lies on this machine."""
@@ -81,11 +84,17 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    found = Node(tmp_path)
-    save_tiny_model(found.at("/models/target"), num_layers=8)
+def node(tmp_path: Path, job: str) -> Node:
+    """With a tiny target in the place of the one that the Job names."""
+    found = Node(tmp_path, job)
     for folder in ("/runs", "/registry", "/prompts", "/tmp"):  # noqa: S108 - below tmp_path
         found.at(folder).mkdir(exist_ok=True)
+    if job == "training/gpu":
+        save_tiny_model(found.at("/models/target"), num_layers=8)
+    else:  # of the catalogue, and pulled by an earlier pod
+        (entry,) = CATALOGUE.values()
+        folder = save_tiny_model(model_path(entry.name, found.at("/runs/home")), num_layers=8)
+        service.models._write_manifest(entry, folder)
     lines = [json.dumps({"prompt": f"the quick brown fox number {i}"}) for i in range(40)]
     (found.at("/prompts") / "train.jsonl").write_text("\n".join(lines))
     recipe = _RECIPE.replace("PROMPTS", str(found.at("/prompts")))
@@ -102,20 +111,33 @@ def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{path} was never written")
 
 
-def test_an_evicted_job_goes_on_and_registers_its_head_once(node: Node) -> None:
-    evicted = node.start("train")
+@pytest.mark.parametrize(
+    ("job", "before", "sent", "expected"),
+    [
+        ("training/gpu", [], signal.SIGTERM, EXIT_STOPPED),  # evicted
+        ("training/cpu", ["pull"], signal.SIGKILL, -signal.SIGKILL),  # its node is gone
+    ],
+)
+def test_a_job_that_was_ended_goes_on_and_registers_its_head_once(
+    node: Node, before: list[str], sent: signal.Signals, expected: int
+) -> None:
+    assert node.names == [*before, "train", "register"]
+    for name in before:
+        node.run(name)
+    ended = node.start("train")
     try:
-        _wait_for(node.at("/runs/chat-1/distill/latest"), evicted)
-        evicted.send_signal(signal.SIGTERM)
-        printed, _ = evicted.communicate(timeout=120)
+        _wait_for(node.at("/runs/chat-1/distill/latest"), ended)
+        ended.send_signal(sent)
+        printed, _ = ended.communicate(timeout=120)
     finally:
-        evicted.kill()
-    assert evicted.returncode == EXIT_STOPPED, printed
+        ended.kill()
+    assert ended.returncode == expected, printed
     answers = sorted(node.at("/runs/chat-1/data").glob("*.jsonl"))
     written_at = [path.stat().st_mtime_ns for path in answers]
     assert answers
 
-    node.run("train")
+    for name in [*before, "train"]:
+        node.run(name)
     assert [path.stat().st_mtime_ns for path in answers] == written_at, "answered anew"
     head = node.at("/runs/chat-1/head")
     assert read_card(head)["evaluation"]
@@ -129,6 +151,7 @@ def test_an_evicted_job_goes_on_and_registers_its_head_once(node: Node) -> None:
     assert weights.read_bytes() == (head / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("job", ["training/cpu"])
 def test_a_recipe_that_is_refused_ends_with_the_code_that_fails_the_job(node: Node) -> None:
     publish(node.at("/etc/tandem/recipe"), "recipe.toml", "[data]\nprompt = 1\n", "..2")
     process = node.start("train")
