@@ -8,6 +8,7 @@ import pytest
 
 from tests.k8s.manifests import (
     K8S,
+    MULTI_NODE,
     OVERLAYS,
     TRAINING,
     Resource,
@@ -53,7 +54,7 @@ def too_small(resources: list[Resource]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", [*OVERLAYS, *TRAINING])
+@pytest.mark.parametrize("folder", [*OVERLAYS, *TRAINING, MULTI_NODE])
 def test_requests_hold_the_measured_peak_and_limits_a_quarter_more(folder: str) -> None:
     assert too_small(build(folder)) == []
 

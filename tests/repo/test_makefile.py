@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
 NOT_IN_CI = {
-    "test-audit": "half an hour",
-    "test-node": "needs Node, and a package for it",
-    "test-speculators": "installs a second torch stack",
+    "test-audit": "twice ten thousand requests",
+    "test-node": "needs Node and a package of its own",
+    "test-speculators": "fetches the package speculators and what it needs",
 }
 
 
