@@ -62,7 +62,7 @@ bench-quick: $(STAMP) ## what a step does, counted: calls, tokens, allocations; 
 bench-limits: $(STAMP) ## each phase against the memory's and the processor's limit -> build/bench/limits.json
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.limits
 
-bench-peers: $(STAMP) ## against transformers, in turn -> build/bench/peers.json, peers.png (PEERS=--quick: minutes)
+bench-peers: $(STAMP) ## against other engines, in turn -> build/bench/peers.json, .png (PEERS="--medium --minutes 25")
 	OMP_WAIT_POLICY=active $(PY) -m tests.benchmarks.peers $(PEERS)
 
 bench-gpu: $(STAMP) ## on CUDA, under eight minutes: equality, host syncs, ratios, limits -> build/bench/gpu.json

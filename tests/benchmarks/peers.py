@@ -1,24 +1,35 @@
 """Tandem against what a user would pick instead -> build/bench/peers.json, peers.png.
 
-Run with `make bench-peers`; `make bench-peers PEERS=--quick` takes minutes instead of hours. Every
-peer is a process of its own with the same weights, dtype, threads, token ids and lengths. They
-run in turn, one job at a time while the others sleep, in changing order; ratios are taken within
-a round.
+Run with `make bench-peers`; PEERS=--quick takes minutes, PEERS="--medium --minutes 25" as long as
+it says. What has been measured is kept: a run that was interrupted, or ran out of its minutes,
+goes on where it was when it is started again, until the engine changes.
 
-plain_over_best_torch_peer     by B: plain tokens/s over the fastest peer built on torch, on
-                               spec_bench with outputs of mixed lengths; best_torch_peer names it
+Every peer is a process of its own with the same weights, dtype, threads, token ids and lengths,
+in an environment of its own where it is no dependency of ours (peers_environments). They run in
+turn, one job at a time while the others are stopped, in changing order; ratios are taken within a
+round.
+
+plain_over_best_torch_peer     by B: our plain tokens/s over the fastest peer built on torch that
+                               runs our weights in our dtype, on spec_bench with outputs of mixed
+                               lengths; best_torch_peer names it
+plain_over_other_peers         by peer and workload@B: our plain tokens/s over engines that are not
+                               built on torch, quantised ones among them: their names say how
 speculative_over_plain         by B and workload: our `auto` over our plain decoding
+peers_speculative_over_their_plain   the same of peers that speculate
 bandwidth_share_plain_b1       time that memory needs for a step at B = 1 over the time we take,
-                               the bandwidth measured between the runs
+                               the bandwidth measured in the same run
 identical_tokens               by peer: share of requests with the very tokens of our plain run
-peers                          every raw figure: tokens/s, TTFT, TPOT, P50, P99, memory, versions
-refused                        what a peer could not do, with its reason
+peers                          every raw figure: tokens/s, TTFT, TPOT, P50, P99, memory
+versions, refused, unfinished  by contender; what a peer could not do, with its reason; workloads
+                               for which the minutes were too few
 """
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,145 +37,88 @@ from transformers import AutoConfig
 
 from engine.loader import load_tokenizer
 from tests.benchmarks.limits import ModelCounts, Phase, measure_machine, phase_bytes
-from tests.benchmarks.peers_jobs import Served
+from tests.benchmarks.peers_comparison import Comparison
+from tests.benchmarks.peers_contenders import CONTENDERS, REFERENCE, Contender, start
+from tests.benchmarks.peers_environments import EnvironmentRefusedError
+from tests.benchmarks.peers_parts import Part, Parts, engine_digest
 from tests.benchmarks.peers_plot import plot
 from tests.benchmarks.peers_process import PeerProcess
-from tests.benchmarks.peers_workloads import FULL, QUICK, Workload, Workloads
-from tests.benchmarks.workloads import BUILD, model_folder, spec_bench_prompts, spread, write_result
+from tests.benchmarks.peers_report import rate, report
+from tests.benchmarks.peers_workloads import FULL, MEDIUM, QUICK, Effort, Workload, Workloads
+from tests.benchmarks.workloads import BUILD, model_folder, spec_bench_prompts, write_result
 
-CONTENDERS = (  # (name, kind of worker, mode)
-    ("tandem_plain", "tandem", "plain"),
-    ("tandem_speculative", "tandem", "speculative"),
-    ("transformers_generate", "transformers_generate", "plain"),
-    ("transformers_assisted", "transformers_generate", "speculative"),
-    ("transformers_batching", "transformers_batching", "plain"),
-)
-PLAIN, SPECULATIVE = "tandem_plain", "tandem_speculative"
-TORCH_PEERS = ("transformers_generate", "transformers_batching")
 OPEN_ROWS = 8
 OPEN_LOAD = 0.7  # of what our plain decoding reaches with as many rows
+OTHERS_BATCH_SIZES = (1, 8)  # of engines that are not built on torch
+BY_CATEGORY = (REFERENCE, "tandem_speculative", "transformers_generate", "vllm")
 
 
-def summary(served: Sequence[Served], seconds: float) -> dict[str, Any]:
-    """Figures of one run of a workload."""
-    gaps = [r.tpot_seconds for r in served if r.tpot_seconds is not None]
-    return {
-        "tokens_per_second": sum(len(r.token_ids) for r in served) / seconds,
-        "ttft_seconds": percentiles([r.ttft_seconds for r in served]),
-        "tpot_seconds": percentiles(gaps),
-        "latency_seconds": percentiles([r.finished_at - r.sent_at for r in served]),
-    }
+def takes_part(contender: Contender, workload: Workload) -> bool:
+    """What is asked of whom, so that a run ends in time."""
+    if "/" in workload.name:
+        return contender.name in BY_CATEGORY
+    return contender.group == "torch" or workload.num_rows in OTHERS_BATCH_SIZES
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The smallest value that at least so many percent do not exceed."""
-    ordered = sorted(values)
-    if not ordered:
-        return {}
-    return {f"p{p}": ordered[max(0, -(-len(ordered) * p // 100) - 1)] for p in (50, 99)}
+def run_group(
+    group: str,
+    contenders: Sequence[Contender],
+    workloads: Callable[[], Sequence[Workload]],
+    parts: Parts,
+    start_process: Callable[[str], PeerProcess],
+    rounds: int,
+    has_time: Callable[[], bool],
+) -> tuple[dict[str, str], list[str]]:
+    """(refused with reasons, keys for which there was no time) of one group's contenders.
+
+    workloads is asked anew after each: the open loop is known when the closed one has run.
+    """
+    members = [c for c in contenders if c.group == group or c.name == REFERENCE]
+
+    def unfinished() -> list[tuple[Workload, list[Contender]]]:
+        found = []
+        for workload in workloads():
+            key = f"{workload.name}@{workload.num_rows}"
+            here = [c for c in members if takes_part(c, workload)]
+            missing = [c for c in here if parts.find(c.name, key) is None]
+            if any(c.group == group for c in missing):
+                found.append((workload, here))
+        return found
+
+    refused: dict[str, str] = {}
+    processes: dict[str, PeerProcess] = {}
+    tried: set[str] = set()
+    try:
+        while has_time():
+            waiting = [u for u in unfinished() if f"{u[0].name}@{u[0].num_rows}" not in tried]
+            if not waiting:
+                return refused, []
+            workload, here = waiting[0]
+            tried.add(f"{workload.name}@{workload.num_rows}")
+            for kind in dict.fromkeys(c.kind for c in here):
+                if kind in processes or kind in refused:
+                    continue
+                try:
+                    process = start_process(kind)
+                    reason = process.refusal
+                except EnvironmentRefusedError as error:
+                    reason = str(error)
+                if reason is not None:
+                    refused[kind] = reason
+                    print(f"{kind} refused: {reason}", flush=True)
+                else:
+                    processes[kind] = process
+                    print(kind, process.versions, flush=True)
+            comparison = Comparison(processes, here, parts)
+            comparison.run(workload, rounds)
+            refused |= comparison.refused
+        return refused, [f"{w.name}@{w.num_rows}" for w, _ in unfinished()]
+    finally:
+        for process in processes.values():
+            process.close()
 
 
-class Comparison:
-    """Runs workloads on all peers in turn and keeps what they gave."""
-
-    def __init__(self, processes: Mapping[str, PeerProcess], contenders: Sequence[Any]) -> None:
-        self._processes = processes
-        self._contenders = contenders
-        self.runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        self.refused: dict[str, str] = {}
-        self._tokens: dict[str, dict[str, list[tuple[int, ...]]]] = {}
-
-    def run(self, workload: Workload, rounds: int) -> None:
-        key = f"{workload.name}@{workload.num_rows}"
-        for number in range(-1, rounds):  # the first one warms up and is not kept
-            order = self._contenders if number % 2 == 0 else list(reversed(self._contenders))
-            for name, kind, mode in order:
-                if kind in self._processes and f"{name} {key}" not in self.refused:
-                    self._run_one(name, self._processes[kind], mode, workload, key, number)
-
-    def _run_one(
-        self,
-        name: str,
-        process: PeerProcess,
-        mode: str,
-        workload: Workload,
-        key: str,
-        number: int,
-    ) -> None:
-        served: list[Served] = []
-        seconds = 0.0
-        for job in workload.jobs:
-            # Every run has tenants of its own: no run finds the prompts of one before it cached.
-            tenants = tuple(f"{mode}-{number}-{tenant}" for tenant in job.tenants)
-            answer = process.ask(replace(job, mode=mode, tenants=tenants))
-            if isinstance(answer, str):
-                self.refused[f"{name} {key}"] = answer
-                return
-            served.extend(answer)
-            seconds += max(request.finished_at for request in answer)
-        if number < 0:
-            return
-        figures = summary(served, seconds) | {"peak_bytes": process.peak_bytes}
-        self.runs.setdefault(key, {}).setdefault(name, []).append(figures)
-        self._tokens.setdefault(key, {})[name] = [request.token_ids for request in served]
-        print(f"{key:20} {name:22} {figures['tokens_per_second']:8.1f} tokens/s", flush=True)
-
-    def rate(self, key: str, name: str) -> float:
-        """Median tokens/s."""
-        return statistics.median([float(r["tokens_per_second"]) for r in self.runs[key][name]])
-
-    def ratios(self, key: str, above: str, below: Sequence[str]) -> list[float]:
-        """Per round, tokens/s of `above` over the fastest of `below` that ran."""
-        found = self.runs.get(key, {})
-        rivals = [found[name] for name in below if name in found]
-        if above not in found or not rivals:
-            return []
-        return [
-            own["tokens_per_second"] / max(rival[n]["tokens_per_second"] for rival in rivals)
-            for n, own in enumerate(found[above])
-        ]
-
-    def identical(self) -> dict[str, float]:
-        """By peer: share of requests whose tokens are those of our plain run."""
-        counts: dict[str, list[bool]] = {}
-        for by_name in self._tokens.values():
-            for name, tokens in by_name.items():
-                if name != PLAIN and PLAIN in by_name:
-                    pairs = zip(by_name[PLAIN], tokens, strict=True)
-                    counts.setdefault(name, []).extend(a == b for a, b in pairs)
-        return {name: round(sum(equal) / len(equal), 4) for name, equal in counts.items()}
-
-
-def report(comparison: Comparison, batch_sizes: Sequence[int]) -> dict[str, Any]:
-    """The ratios that are quoted, out of every raw figure."""
-    over_best: dict[str, dict[str, float]] = {}
-    best: dict[str, str] = {}
-    over_plain: dict[str, dict[str, dict[str, float]]] = {}
-    for size in batch_sizes:
-        key = f"spec_bench@{size}"
-        if found := comparison.ratios(key, PLAIN, TORCH_PEERS):
-            over_best[str(size)] = spread(found)
-            rates = {
-                name: comparison.rate(key, name)
-                for name in TORCH_PEERS
-                if name in comparison.runs[key]
-            }
-            best[str(size)] = max(rates, key=rates.__getitem__)
-    for key in comparison.runs:
-        if found := comparison.ratios(key, SPECULATIVE, [PLAIN]):
-            workload, _, num_rows = key.partition("@")
-            over_plain.setdefault(num_rows, {})[workload] = spread(found)
-    return {
-        "plain_over_best_torch_peer": over_best,
-        "best_torch_peer": best,
-        "speculative_over_plain": over_plain,
-        "identical_tokens": comparison.identical(),
-        "peers": comparison.runs,
-        "refused": comparison.refused,
-    }
-
-
-def bandwidth_share(comparison: Comparison, config: Any, dtype: str) -> dict[str, float]:
+def bandwidth_share(part: Part, config: Any, dtype: str) -> dict[str, float]:
     """Of plain decoding with one row: the time that memory needs over the time between tokens.
 
     The history is counted as 64 tokens, which is less than it was: the share is not flattered.
@@ -174,36 +128,46 @@ def bandwidth_share(comparison: Comparison, config: Any, dtype: str) -> dict[str
     counts = ModelCounts.of(config)
     size = torch.empty((), dtype=tensor_dtype).element_size()
     limit = phase_bytes(counts, Phase(1, 1, 64, 1), size) / machine.bytes_per_second
-    runs = comparison.runs["spec_bench@1"][PLAIN]
+    taken = statistics.median(figures["tpot_seconds"]["p50"] for figures in part.rounds)
     return {
         "bytes_per_second": machine.bytes_per_second,
         "limit_seconds": limit,
-        "share": round(limit / statistics.median(r["tpot_seconds"]["p50"] for r in runs), 4),
+        "share": round(limit / taken, 4),
     }
 
 
-def main() -> None:
+def _options() -> tuple[argparse.Namespace, Effort, list[Contender]]:
     parser = argparse.ArgumentParser(description="Tandem against its peers on this machine.")
-    parser.add_argument("--quick", action="store_true", help="minutes, with rougher figures")
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="minutes, with rougher figures")
+    effort.add_argument("--medium", action="store_true", help="half an hour instead of hours")
+    parser.add_argument("--minutes", type=float, help="begin no further workload after these")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--workloads", help="only these, separated by commas")
-    parser.add_argument("--peers", help="only these kinds, separated by commas")
+    parser.add_argument("--contenders", help="only these beside ours, separated by commas")
     parser.add_argument("--out", default="peers")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    effort = QUICK if options.quick else FULL
-    kinds = list(dict.fromkeys(kind for _, kind, _ in CONTENDERS))
-    if options.peers:
-        unknown = set(options.peers.split(",")) - set(kinds)
-        if unknown:
+    chosen = QUICK if options.quick else MEDIUM if options.medium else FULL
+    contenders = list(CONTENDERS)
+    if options.contenders is not None:
+        wanted = set(filter(None, options.contenders.split(",")))
+        known = {c.name for c in CONTENDERS}
+        if unknown := sorted(wanted - known):
             parser.error(
-                f"--peers: unknown {', '.join(sorted(unknown))}; known: {', '.join(kinds)}"
+                f"--contenders: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
             )
-        kinds = options.peers.split(",")
+        contenders = [c for c in CONTENDERS if c.kind == "tandem" or c.name in wanted]
+    return options, chosen, contenders
+
+
+def main() -> None:
+    options, effort, contenders = _options()
+    started = time.monotonic()
+    torch.set_num_threads(options.threads)
     folder = model_folder()
     tokenizer = load_tokenizer(folder)
-    workloads = Workloads(
+    made = Workloads(
         lambda text: list(
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
@@ -213,43 +177,53 @@ def main() -> None:
         effort,
     )
     wanted = set(options.workloads.split(",")) if options.workloads else None
-    chosen = [w for w in workloads.closed() if wanted is None or w.name in wanted]
-    if not chosen:
-        parser.error(f"--workloads: none is called {options.workloads}")
-    processes: dict[str, PeerProcess] = {}
+    closed = [w for w in made.closed() if wanted is None or w.name in wanted]
+    if not closed:
+        raise SystemExit(f"--workloads: no closed loop is called {options.workloads}")
+    settings = {
+        "engine": engine_digest(),
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "model": Path(folder).name,
+        "effort": asdict(effort),
+    }
+    parts = Parts(BUILD / "peers-parts", settings)
+
+    def workloads() -> list[Workload]:
+        plain = parts.find(REFERENCE, f"spec_bench@{OPEN_ROWS}")
+        if plain is None or (wanted is not None and "azure" not in wanted):
+            return closed
+        arriving = OPEN_LOAD * rate(plain) / statistics.mean(effort.output_tokens)
+        chats = [w for w in closed if "/" not in w.name]
+        return [*chats, made.open(arriving, OPEN_ROWS), *closed[len(chats) :]]
+
     refused: dict[str, str] = {}
-    versions: dict[str, Any] = {}
-    most_rows = max(effort.batch_sizes)
-    try:
-        for kind in kinds:
-            process = PeerProcess(kind, folder, options.dtype, most_rows, options.threads)
-            if process.refusal is not None:
-                refused[kind] = process.refusal
-                continue
-            processes[kind] = process
-            versions[kind] = process.versions
-            print(kind, process.versions, flush=True)
-        comparison = Comparison(processes, CONTENDERS)
-        comparison.refused.update(refused)
-        for workload in chosen:
-            comparison.run(workload, effort.rounds)
-        key = f"spec_bench@{OPEN_ROWS}"
-        if PLAIN in comparison.runs.get(key, {}) and (wanted is None or "azure" in wanted):
-            mean_tokens = statistics.mean(effort.output_tokens)
-            rate = OPEN_LOAD * comparison.rate(key, PLAIN) / mean_tokens
-            comparison.run(workloads.open(rate, OPEN_ROWS), max(1, effort.rounds // 2))
-        result = report(comparison, effort.batch_sizes)
-    finally:
-        for process in processes.values():
-            process.close()
-    if PLAIN in comparison.runs.get("spec_bench@1", {}):
-        result["bandwidth_share_plain_b1"] = bandwidth_share(
-            comparison, AutoConfig.from_pretrained(folder), options.dtype
+    unfinished: dict[str, list[str]] = {}
+    for group in dict.fromkeys(c.group for c in contenders):
+        rows = max(w.num_rows for w in closed)
+        most_rows = rows if group == "torch" else min(rows, max(OTHERS_BATCH_SIZES))
+        reasons, left = run_group(
+            group,
+            contenders,
+            workloads,
+            parts,
+            lambda kind, rows=most_rows: start(  # type: ignore[misc]
+                kind, folder, options.dtype, rows, options.threads
+            ),
+            effort.rounds,
+            lambda: options.minutes is None or time.monotonic() - started < 60 * options.minutes,
         )
-    result |= {"dtype": options.dtype, "threads": options.threads, "quick": options.quick}
-    result["versions"] = versions
+        refused |= reasons
+        if left:
+            unfinished[group] = left
+    result = report(parts.all())
+    if (alone := parts.find(REFERENCE, "spec_bench@1")) is not None:
+        config = AutoConfig.from_pretrained(folder)
+        result["bandwidth_share_plain_b1"] = bandwidth_share(alone, config, options.dtype)
+    result |= settings | {"refused": refused, "unfinished": unfinished, "quick": options.quick}
     write_result(options.out, result)
-    plot(result, BUILD / f"{options.out}.png")
+    if result["peers"]:
+        plot(result, BUILD / f"{options.out}.png")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ class Job:
     tenants: prompts of one tenant may share cached prefixes, others must not.
     arrivals: seconds after the start at which each request arrives, ascending; None: all are
       there from the start (a closed loop of num_rows clients).
+    shares_prefixes: tenants come back in a later job with what they sent and more.
     """
 
     mode: str  # "plain" or "speculative"
@@ -23,6 +24,7 @@ class Job:
     max_tokens: tuple[int, ...]
     tenants: tuple[str, ...]
     arrivals: tuple[float, ...] | None = None
+    shares_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.prompts) == len(self.max_tokens) == len(self.tenants) > 0:
@@ -41,6 +43,7 @@ class Job:
             tuple(value["max_tokens"]),
             tuple(value["tenants"]),
             tuple(value["arrivals"]) if value["arrivals"] is not None else None,
+            value["shares_prefixes"],
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Draws build/bench/peers.json: tokens per second of all peers, and our ratios."""
 
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -11,16 +12,21 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 _OURS = {"tandem_plain": "#1f6f8b", "tandem_speculative": "#0b3c49"}
-_THEIRS = ("#c8553d", "#e09f3e", "#588157", "#8d99ae", "#6d597a")
+_SPECULATING = ("assisted", "ngram", "lookup")  # of peers: their ratios are in the JSON
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """By workload: tokens per second over B; and speculative over plain over B."""
     runs = result["peers"]
     workloads = sorted({key.partition("@")[0] for key in runs if "/" not in key})
-    names = list(dict.fromkeys(name for by_name in runs.values() for name in by_name))
-    others = (name for name in names if name not in _OURS)
-    colours = _OURS | dict(zip(others, _THEIRS, strict=False))
+    names = [
+        name
+        for name in dict.fromkeys(name for by_name in runs.values() for name in by_name)
+        if not name.endswith(_SPECULATING)
+    ]
+    others = [name for name in names if name not in _OURS]
+    palette = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = _OURS | dict(zip(others, itertools.cycle(palette), strict=False))
     columns = 3
     lines = -(-(len(workloads) + 1) // columns)
     figure, axes = pyplot.subplots(

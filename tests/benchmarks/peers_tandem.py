@@ -1,13 +1,15 @@
 """Tandem's engine as one of the peers: plain, and speculative in the mode `auto`."""
 
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from engine.config import SHIPPED_HEAD, EngineConfig, SpeculationConfig
 from engine.engine import Engine
 from tests.benchmarks.peers_jobs import Job, Served
+from tests.benchmarks.peers_loop import serve_steps
 from tests.benchmarks.workloads import greedy_request
 
 _MODES = {"plain": "off", "speculative": "auto"}
@@ -17,7 +19,10 @@ class Tandem:
     """One engine for both modes; drafts by looking the prompt up and, where one is shipped, by
     the head."""
 
-    def __init__(self, folder: str, dtype: str, max_num_rows: int) -> None:
+    def __init__(
+        self, folder: str, dtype: str, max_num_rows: int, num_threads: int, **options: Any
+    ) -> None:
+        torch.set_num_threads(num_threads)
         config = EngineConfig(
             target=folder,
             dtype=dtype,  # type: ignore[arg-type]
@@ -25,6 +30,7 @@ class Tandem:
             max_num_rows=max_num_rows,
             max_model_tokens=2560,
             speculation=SpeculationConfig(drafters=("prompt_lookup", "head"), head=SHIPPED_HEAD),
+            **options,
         )
         self._engine = Engine.from_config(config)
         self._num_jobs = 0
@@ -40,40 +46,23 @@ class Tandem:
 
     def run(self, job: Job) -> list[Served]:
         self._num_jobs += 1
-        names = [f"{self._num_jobs}-{index}" for index in range(len(job.prompts))]
-        tokens: dict[str, list[int]] = {name: [] for name in names}
-        sent: dict[str, float] = {}
-        first: dict[str, float] = {}
-        finished: dict[str, float] = {}
-        started = time.perf_counter()
-        next_one = 0
-        while len(finished) < len(names):
-            now = time.perf_counter() - started
-            while (
-                next_one < len(names)
-                and len(sent) - len(finished) < job.num_rows
-                and job.arrived_at(next_one) <= now
-            ):
-                request = greedy_request(
-                    names[next_one],
-                    job.prompts[next_one],
-                    job.max_tokens[next_one],
-                    _MODES[job.mode],
-                    ignore_eos=True,
-                )
-                self._engine.submit(replace(request, tenant=job.tenants[next_one]))
-                sent[names[next_one]] = now if job.arrivals is None else job.arrived_at(next_one)
-                next_one += 1
-            if not self._engine.has_work():
-                time.sleep(max(0.0, job.arrived_at(next_one) - now))
-                continue
+
+        def submit(index: int) -> None:
+            request = greedy_request(
+                f"{self._num_jobs}-{index}",
+                job.prompts[index],
+                job.max_tokens[index],
+                _MODES[job.mode],
+                ignore_eos=True,
+            )
+            self._engine.submit(replace(request, tenant=job.tenants[index]))
+
+        def step() -> Iterator[tuple[int, Sequence[int]]]:
             output = self._engine.step()
-            now = time.perf_counter() - started
-            for delta in output.deltas:
-                tokens[delta.request_id].extend(delta.token_ids)
-                first.setdefault(delta.request_id, now)
             for stats in output.finished:
                 if stats.error:
                     raise RuntimeError(stats.error)
-                finished[stats.request_id] = now
-        return [Served(tuple(tokens[n]), sent[n], first[n], finished[n]) for n in names]
+            for delta in output.deltas:
+                yield int(delta.request_id.partition("-")[2]), delta.token_ids
+
+        return serve_steps(job, submit, step)

@@ -4,7 +4,6 @@ Runs inside a worker process (peers_worker.py); needs torch and transformers onl
 """
 
 import time
-from collections import deque
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from tests.benchmarks.peers_jobs import Job, RefusedError, Served
+from tests.benchmarks.peers_loop import serve_batches
 
 _NUM_LOOKUP_TOKENS = 4
 _RESULT_TIMEOUT_SECONDS = 120
@@ -45,7 +45,8 @@ class Generate:
     """`model.generate` over static batches, padded on the left: a batch starts with what has
     arrived and ends with its longest request. Speculation is prompt lookup, for one row only."""
 
-    def __init__(self, folder: str, dtype: str, max_num_rows: int) -> None:
+    def __init__(self, folder: str, dtype: str, max_num_rows: int, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype)
         ).eval()
@@ -57,20 +58,7 @@ class Generate:
     def run(self, job: Job) -> list[Served]:
         if job.mode == "speculative" and job.num_rows > 1:
             raise RefusedError("assisted generation takes one row; batches are refused")
-        waiting = deque(range(len(job.prompts)))
-        served: dict[int, Served] = {}
-        started = time.perf_counter()
-        while waiting:
-            now = time.perf_counter() - started
-            if (wait := job.arrived_at(waiting[0]) - now) > 0:
-                time.sleep(wait)
-                continue
-            batch = [waiting.popleft()]
-            while waiting and len(batch) < job.num_rows and job.arrived_at(waiting[0]) <= now:
-                batch.append(waiting.popleft())
-            for index, found in zip(batch, self._batch(job, batch, started), strict=True):
-                served[index] = found
-        return [served[index] for index in range(len(job.prompts))]
+        return serve_batches(job, lambda batch, started: self._batch(job, batch, started))
 
     def _batch(self, job: Job, batch: list[int], started: float) -> list[Served]:
         prompts = [job.prompts[index] for index in batch]
@@ -103,24 +91,44 @@ class Generate:
 
 
 class ContinuousBatching:
-    """transformers' own continuous batching, its manager started once and kept."""
+    """transformers' own continuous batching, its manager started once and kept.
 
-    def __init__(self, folder: str, dtype: str, max_num_rows: int) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+    Its prefix cache does not ask whose prefixes they are: it is on only for jobs whose tenants
+    come back, in a manager that is started anew, untimed, when others come.
+    """
+
+    def __init__(self, folder: str, dtype: str, max_num_rows: int, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
+        self._max_num_rows = max_num_rows
+        self._tenants: set[str] = set()
+        self._num_jobs = 0
+        self._manager = self._started(shares_prefixes=False)
+
+    def _started(self, *, shares_prefixes: bool) -> Any:
         # Left to itself the manager takes more than half of the machine's free memory.
         blocks_per_row = -(-_MAX_MODEL_TOKENS // _PAGE_TOKENS)
-        self._manager = model.init_continuous_batching(
+        manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=_PAGE_TOKENS,
-                num_blocks=max_num_rows * blocks_per_row,
+                num_blocks=self._max_num_rows * blocks_per_row,
                 max_batch_tokens=_MAX_STEP_TOKENS,
+                allow_block_sharing=shares_prefixes,
             ),
         )
-        self._manager.start()
-        self._num_jobs = 0
+        manager.start()
+        return manager
+
+    def _prepare(self, job: Job) -> None:
+        wanted = set(job.tenants) if job.shares_prefixes else set()
+        if wanted == self._tenants or (wanted and self._tenants >= wanted):
+            return
+        self._manager.stop(block=True)
+        self._manager = self._started(shares_prefixes=job.shares_prefixes)
+        self._tenants = wanted
 
     @staticmethod
     def versions() -> dict[str, str]:
@@ -133,6 +141,7 @@ class ContinuousBatching:
     def run(self, job: Job) -> list[Served]:
         if job.mode == "speculative":
             raise RefusedError("transformers' continuous batching does not speculate")
+        self._prepare(job)
         self._num_jobs += 1
         sent: dict[str, float] = {}
         served: dict[str, Served] = {}

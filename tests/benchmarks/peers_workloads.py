@@ -14,7 +14,7 @@ import json.decoder
 import random
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.benchmarks.peers_jobs import Job
 from tests.benchmarks.soak import arrivals
@@ -30,7 +30,9 @@ class Effort:
     """How much is run."""
 
     batch_sizes: tuple[int, ...]
+    long_batch_sizes: tuple[int, ...]  # of summary, code and agent
     requests_per_row: int
+    fewest_requests: int
     output_tokens: tuple[int, ...]  # taken in turn: mixed lengths
     longest_prompt: int  # of the chat workloads
     longest_context: int  # of summary and code
@@ -39,8 +41,10 @@ class Effort:
     categories: bool
 
 
-QUICK = Effort((1, 8), 1, (24, 12, 32, 16), 96, 512, 8, 2, categories=False)
-FULL = Effort((1, 4, 8, 16, 32), 2, (64, 24, 96, 48), 256, 1400, 60, 5, categories=True)
+_ALL = (1, 4, 8, 16, 32)
+QUICK = Effort((1, 8), (1, 8), 1, 1, (24, 12, 32, 16), 96, 512, 8, 2, categories=False)
+MEDIUM = Effort(_ALL, (1, 8), 1, 3, (32, 16, 48, 24), 256, 700, 24, 2, categories=True)
+FULL = Effort(_ALL, _ALL, 2, 2, (64, 24, 96, 48), 256, 1400, 60, 5, categories=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Workloads:
         shuffled = random.Random(_SEED).sample(list(prompts), len(prompts))
         self._long_texts = [text for category, text in shuffled if category == _SUMMARY]
         self._by_category: dict[str, list[list[int]]] = {}
-        wanted = max(effort.batch_sizes) * effort.requests_per_row
+        wanted = max(effort.fewest_requests, max(effort.batch_sizes) * effort.requests_per_row)
         for category, text in shuffled:
             chosen = self._by_category.setdefault(category, [])
             # Four characters are about a token: what is far too long is not even encoded.
@@ -76,6 +80,7 @@ class Workloads:
         found: list[Workload] = []
         for num_rows in self._effort.batch_sizes:
             found.append(self._chat("spec_bench", num_rows, self._mixed()))
+        for num_rows in self._effort.long_batch_sizes:
             found.append(self._chat("summary", num_rows, self._documents()))
             found.append(self._chat("code", num_rows, self._code()))
             found.append(self._agents(num_rows))
@@ -133,7 +138,8 @@ class Workloads:
     def _chat(
         self, name: str, num_rows: int, prompts: list[list[int]], count: int | None = None
     ) -> Workload:
-        count = count or num_rows * self._effort.requests_per_row
+        fewest = self._effort.fewest_requests
+        count = count or max(fewest, num_rows * self._effort.requests_per_row)
         chosen = [prompts[index % len(prompts)] for index in range(count)]
         return Workload(name, num_rows, (self._job(num_rows, chosen, f"{name}-{num_rows}"),))
 
@@ -153,7 +159,8 @@ class Workloads:
         histories = [list(mixed[index % len(mixed)]) for index in range(num_rows)]
         jobs = []
         for turn in range(_AGENT_TURNS):
-            jobs.append(self._job(num_rows, histories, f"agent-{num_rows}"))
+            made = self._job(num_rows, histories, f"agent-{num_rows}")
+            jobs.append(replace(made, shares_prefixes=True))
             step = 1 + turn * num_rows
             histories = [
                 [*history, *mixed[(step + index) % len(mixed)]]

@@ -3,15 +3,19 @@
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.peers import Comparison, percentiles, report, summary
+from tests.benchmarks.peers_comparison import Comparison, percentiles, summary, warm_up
+from tests.benchmarks.peers_contenders import Contender
 from tests.benchmarks.peers_jobs import Job, RefusedError, Served
+from tests.benchmarks.peers_parts import Parts
 from tests.benchmarks.peers_plot import plot
 from tests.benchmarks.peers_process import PeerProcess
+from tests.benchmarks.peers_report import report
 from tests.benchmarks.peers_tandem import Tandem
 from tests.benchmarks.peers_transformers import ContinuousBatching, Generate
 from tests.benchmarks.peers_worker import answer
@@ -31,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def generate(folder: str) -> Generate:
-    return Generate(folder, "float32", 4)
+    return Generate(folder, "float32", 4, 1)
 
 
 def job(num_rows: int, mode: str = "plain", arrivals: tuple[float, ...] | None = None) -> Job:
@@ -44,11 +48,11 @@ def test_all_peers_give_the_tokens_of_generate_and_as_many_as_asked(
 ) -> None:
     expected = [request.token_ids for request in generate.run(job(1))]
     assert tuple(map(len, expected)) == LENGTHS
-    tandem = Tandem(folder, "float32", 2)
+    tandem = Tandem(folder, "float32", 2, 1)
     for mode in ("plain", "speculative"):
         assert [r.token_ids for r in tandem.run(job(num_rows, mode))] == expected
     assert [r.token_ids for r in generate.run(job(num_rows))] == expected
-    batching = ContinuousBatching(folder, "float32", 2)
+    batching = ContinuousBatching(folder, "float32", 2, 1)
     try:
         assert [r.token_ids for r in batching.run(job(num_rows))] == expected
     finally:
@@ -57,7 +61,7 @@ def test_all_peers_give_the_tokens_of_generate_and_as_many_as_asked(
 
 def test_times_follow_the_order_of_what_happened(folder: str, generate: Generate) -> None:
     arrivals = (0.0, 0.2, 0.4)
-    for peer in (generate, Tandem(folder, "float32", 2)):
+    for peer in (generate, Tandem(folder, "float32", 2, 1)):
         for served, arrived_at in zip(peer.run(job(2, arrivals=arrivals)), arrivals, strict=True):
             assert served.sent_at == arrived_at  # waiting for a place counts
             assert arrived_at <= served.first_at <= served.finished_at
@@ -114,7 +118,7 @@ def test_jobs_that_make_no_sense_are_refused(arrivals: tuple[float, ...]) -> Non
 
 
 def test_a_job_survives_its_journey_as_json() -> None:
-    sent = job(2, arrivals=(0.0, 1.0, 1.5))
+    sent = replace(job(2, arrivals=(0.0, 1.0, 1.5)), shares_prefixes=True)
     assert Job.from_json(sent.to_json()) == sent
 
 
@@ -125,65 +129,150 @@ class ScriptedProcess:
 
     def __init__(self, seconds: Callable[[Job, int], float], *, refuses: str = "") -> None:
         self._seconds, self._refuses, self.asked = seconds, refuses, []
+        self.versions = {"scripted": "1"}
+        self.token_id = 1
 
     def ask(self, asked: Job) -> list[Served] | str:
         self.asked.append(asked)
         if asked.mode == self._refuses:
             return "will not"
         seconds = self._seconds(asked, len(self.asked))
-        return [Served((1,) * n, 0.0, seconds / 2, seconds) for n in asked.max_tokens]
+        return [Served((self.token_id,) * n, 0.0, seconds / 2, seconds) for n in asked.max_tokens]
 
 
-def contenders() -> list[tuple[str, str, str]]:
-    return [
-        ("tandem_plain", "tandem", "plain"),
-        ("tandem_speculative", "tandem", "speculative"),
-        ("transformers_generate", "generate", "plain"),
-        ("transformers_assisted", "generate", "speculative"),
-    ]
+CONTENDERS = (
+    Contender("tandem_plain", "tandem", "plain", "torch"),
+    Contender("tandem_speculative", "tandem", "speculative", "torch", plain="tandem_plain"),
+    Contender("generate", "generate", "plain", "torch", is_torch_peer=True),
+    Contender("assisted", "generate", "speculative", "torch", plain="generate"),
+    Contender("int8", "int8", "plain", "other"),
+)
+WORKLOAD = Workload("spec_bench", 2, (job(2), job(2)))
 
 
-def compared(rounds: int) -> tuple[Comparison, Any, Any]:
-    # The machine gets slower and slower; ratios within a round do not care.
-    ours = ScriptedProcess(lambda j, n: n * (0.5 if j.mode == "speculative" else 1.0))
-    theirs = ScriptedProcess(lambda j, n: 4.0 * n, refuses="speculative")
-    comparison = Comparison({"tandem": ours, "generate": theirs}, contenders())  # type: ignore[dict-item]
-    comparison.run(Workload("spec_bench", 2, (job(2), job(2))), rounds)
-    return comparison, ours, theirs
+class Bench:
+    """Scripted contenders over parts in a folder; the machine gets slower and slower."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        # Ratios within a round do not care how slow the machine has become.
+        self.ours = ScriptedProcess(lambda j, n: n * (0.5 if j.mode == "speculative" else 1.0))
+        self.theirs = ScriptedProcess(lambda j, n: 4.0 * n, refuses="speculative")
+        self.int8 = ScriptedProcess(lambda j, n: 0.25)
+        self.parts = Parts(folder, settings)
+        self.processes: dict[str, Any] = {
+            "tandem": self.ours, "generate": self.theirs, "int8": self.int8,
+        }  # fmt: skip
+
+    def run(self, *, rounds: int, without: tuple[str, ...] = ()) -> Comparison:
+        chosen = [c for c in CONTENDERS if c.name not in without]
+        comparison = Comparison(self.processes, chosen, self.parts)
+        comparison.run(WORKLOAD, rounds)
+        return comparison
+
+    def report(self) -> dict[str, Any]:
+        return report(self.parts.all(), CONTENDERS)
 
 
-def test_ratios_are_taken_within_a_round_and_the_warm_up_is_not_counted() -> None:
-    comparison, ours, _ = compared(rounds=3)
-    runs = comparison.runs["spec_bench@2"]
+def test_ratios_are_taken_within_a_round_and_the_warm_up_is_not_counted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.run(rounds=3)
+    result = bench.report()
+    runs = result["peers"]["spec_bench@2"]
     assert {name: len(found) for name, found in runs.items()} == {
         "tandem_plain": 3,
         "tandem_speculative": 3,
-        "transformers_generate": 3,
+        "generate": 3,
+        "int8": 3,
     }
-    assert len(ours.asked) == 2 * 2 * 4
-    assert len({asked.tenants for asked in ours.asked if asked.mode == "plain"}) == 4
-    result = report(comparison, [2, 8])
-    assert result["best_torch_peer"] == {"2": "transformers_generate"}
+    assert len(bench.ours.asked) == 2 * 2 * 4
+    assert len({asked.tenants for asked in bench.ours.asked if asked.mode == "plain"}) == 4
+    assert result["best_torch_peer"] == {"2": "generate"}
     assert set(result["plain_over_best_torch_peer"]) == {"2"}
-    own = [run["tokens_per_second"] for run in runs["tandem_plain"]]
-    rival = [run["tokens_per_second"] for run in runs["transformers_generate"]]
+    own, rival, int8 = (
+        [run["tokens_per_second"] for run in runs[name]]
+        for name in ("tandem_plain", "generate", "int8")
+    )
     ratios = sorted(a / b for a, b in zip(own, rival, strict=True))
     assert result["plain_over_best_torch_peer"]["2"]["median"] == pytest.approx(ratios[1], abs=1e-4)
     assert result["speculative_over_plain"]["2"]["spec_bench"]["median"] > 1
+    quantised = sorted(a / b for a, b in zip(own, int8, strict=True))
+    (by_key,) = result["plain_over_other_peers"].values()
+    assert by_key["spec_bench@2"]["median"] == pytest.approx(quantised[1], abs=1e-4)
 
 
-def test_a_refusal_is_reported_once_with_its_reason_and_asked_no_more() -> None:
-    comparison, _, theirs = compared(rounds=2)
-    assert comparison.refused == {"transformers_assisted spec_bench@2": "will not"}
-    assert sum(asked.mode == "speculative" for asked in theirs.asked) == 1
+def test_the_best_torch_peer_is_the_fastest_and_no_quantised_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.processes["eager"] = ScriptedProcess(lambda j, n: 3.0 * n)
+    eager = Contender("eager", "eager", "plain", "torch", is_torch_peer=True)
+    Comparison(bench.processes, [*CONTENDERS, eager], bench.parts).run(WORKLOAD, 1)
+    result = report(bench.parts.all(), [*CONTENDERS, eager])
+    assert result["best_torch_peer"] == {"2": "eager"}
+    (run,) = result["peers"]["spec_bench@2"]["eager"]
+    (own,) = result["peers"]["spec_bench@2"]["tandem_plain"]
+    expected = own["tokens_per_second"] / run["tokens_per_second"]
+    assert result["plain_over_best_torch_peer"]["2"]["median"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_tokens_that_differ_from_our_plain_run_are_counted() -> None:
-    comparison, _, _ = compared(rounds=1)
-    assert comparison.identical()["transformers_generate"] == 1
-    tokens = comparison._tokens["spec_bench@2"]["transformers_generate"]
-    tokens[0] = (2, *tokens[0][1:])
-    assert comparison.identical()["transformers_generate"] == pytest.approx(5 / 6, abs=1e-4)
+def test_a_peers_speculation_is_compared_with_its_own_plain_decoding(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.theirs._refuses = ""
+    bench.run(rounds=1)
+    result = bench.report()
+    (plain,), (assisted,) = (
+        result["peers"]["spec_bench@2"][name] for name in ("generate", "assisted")
+    )
+    found = result["peers_speculative_over_their_plain"]["assisted"]["spec_bench@2"]["median"]
+    ratio = assisted["tokens_per_second"] / plain["tokens_per_second"]
+    assert found == pytest.approx(ratio, abs=1e-4)
+
+
+def test_a_refusal_is_reported_once_with_its_reason_and_asked_no_more(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    comparison = bench.run(rounds=2)
+    assert comparison.refused == {"assisted spec_bench@2": "will not"}
+    assert sum(asked.mode == "speculative" for asked in bench.theirs.asked) == 1
+    assert "assisted" not in bench.report()["peers"]["spec_bench@2"]
+
+
+def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    Bench(tmp_path).run(rounds=2, without=("int8", "assisted"))
+    again = Bench(tmp_path)
+    again.run(rounds=2)
+    assert [asked.mode for asked in again.theirs.asked] == ["speculative"]  # refused, so not kept
+    assert {asked.mode for asked in again.ours.asked} == {"plain"}  # as the reference alone
+    assert len(again.int8.asked) == 2 * 3
+    part = again.parts.find("int8", "spec_bench@2")
+    assert part is not None
+    first = again.parts.find("tandem_plain", "spec_bench@2")
+    assert first is not None
+    assert part.reference != first.rounds  # of the rounds in which int8 ran
+    quiet = Bench(tmp_path)
+    quiet.theirs._refuses = "everything"
+    quiet.run(rounds=2, without=("assisted",))
+    assert not quiet.ours.asked
+
+
+@pytest.mark.parametrize("changed", [{"engine": "b"}, {"dtype": "float32"}])
+def test_parts_of_another_engine_or_dtype_are_not_found(
+    tmp_path: Path, changed: dict[str, str]
+) -> None:
+    settings = {"engine": "a", "dtype": "bfloat16"}
+    Bench(tmp_path, **settings).run(rounds=1)
+    assert Parts(tmp_path, settings).all()
+    assert not Parts(tmp_path, settings | changed).all()
+
+
+def test_tokens_that_differ_from_our_plain_run_are_counted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.int8.token_id = 2
+    bench.run(rounds=1)
+    found = bench.report()["identical_tokens"]
+    assert found == {"generate": 1, "int8": 0, "tandem_speculative": 1}
+
+
+def test_a_warm_up_is_short_and_shares_nothing(tmp_path: Path) -> None:
+    long = Job("plain", 2, PROMPTS, (9, 4, 60), TENANTS, (0.0, 1.0, 2.0), shares_prefixes=True)
+    assert warm_up(long) == Job("plain", 2, PROMPTS[:2], (8, 4), TENANTS[:2])
 
 
 def test_figures_of_a_run() -> None:
@@ -205,7 +294,7 @@ def workloads(effort: Effort) -> Workloads:
 
 
 def test_workloads_have_the_lengths_asked_for_and_agents_a_growing_prefix() -> None:
-    effort = Effort((1, 4), 2, (8, 4), 60, 90, 5, 1, categories=True)
+    effort = Effort((1, 4), (4,), 2, 3, (8, 4), 60, 90, 5, 1, categories=True)
     made = workloads(effort)
     closed = made.closed()
     assert {w.name for w in closed} == {
@@ -215,6 +304,8 @@ def test_workloads_have_the_lengths_asked_for_and_agents_a_growing_prefix() -> N
         for item in workload.jobs:
             assert item.num_rows == workload.num_rows
             assert item.max_tokens[:2] == ((8, 4) if len(item.prompts) > 1 else (8,))
+            assert len(item.prompts) >= (3 if workload.name != "agent" else 1)
+            assert item.shares_prefixes == (workload.name == "agent")
             longest = max(map(len, item.prompts))
             assert longest <= (90 if workload.name in ("summary", "code") else 180)
     (agent,) = [w for w in closed if w.name == "agent" and w.num_rows == 4]
@@ -226,7 +317,7 @@ def test_workloads_have_the_lengths_asked_for_and_agents_a_growing_prefix() -> N
 
 
 def test_open_loop_arrivals_have_the_rate_asked_for() -> None:
-    effort = Effort((4,), 2, (8, 4), 60, 90, 400, 1, categories=False)
+    effort = Effort((4,), (4,), 2, 3, (8, 4), 60, 90, 400, 1, categories=False)
     (item,) = workloads(effort).open(5.0, 4).jobs
     assert item.arrivals is not None
     assert len(item.arrivals) == len(item.prompts) == 400
@@ -237,7 +328,7 @@ def test_open_loop_arrivals_have_the_rate_asked_for() -> None:
 
 
 def test_the_plot_is_drawn_from_the_report(tmp_path: Path) -> None:
-    comparison, _, _ = compared(rounds=1)
-    result = report(comparison, [2]) | {"dtype": "float32", "threads": 1}
-    plot(result, tmp_path / "peers.png")
+    bench = Bench(tmp_path)
+    bench.run(rounds=1)
+    plot(bench.report() | {"dtype": "float32", "threads": 1}, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
