@@ -5,12 +5,13 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from exports import latency_histogram
 from exports.facts import FACT_LATENCY_HISTOGRAM, LATENCY_BOUNDS_SECONDS, LATENCY_METRICS
-from exports.latency_histogram import LatencyHistogram
+from exports.latency_histogram import LatencyHistogram, buckets_of
 from exports.slices import SLICE_COLUMNS, slices_of
 
 SCHEMA = pa.schema(
@@ -68,3 +69,24 @@ def test_nothing_makes_an_empty_table() -> None:
     assert histogram.result().num_rows == 0
     histogram.add(SCHEMA.empty_table(), slices_of(SCHEMA.empty_table()))
     assert histogram.result().equals(FACT_LATENCY_HISTOGRAM.schema.empty_table())
+
+
+def test_a_number_is_in_the_first_bucket_whose_bound_is_not_below_it() -> None:
+    bounds = np.array(LATENCY_BOUNDS_SECONDS)
+    draw = np.random.default_rng(5)
+    numbers = np.concatenate(
+        [
+            bounds,
+            np.nextafter(bounds, 0),
+            np.nextafter(bounds, np.inf),
+            draw.lognormal(-2, 4, 50_000),
+            [0.0, -0.0, -1.0, 5e-324, 1e-5, 1e7, 1e300, np.inf],
+        ]
+    )
+    expected = np.searchsorted(bounds, numbers, side="left").clip(max=len(bounds) - 1)
+    assert np.array_equal(buckets_of(numbers), expected)
+
+
+def test_no_two_bounds_share_the_leading_bits_that_are_looked_up() -> None:
+    classes = np.array(LATENCY_BOUNDS_SECONDS).view(np.int64) >> latency_histogram._IGNORED_BITS
+    assert (np.diff(classes) > 0).all()
