@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.k8s.manifests import K8S, build, named
 
 GUIDE = (K8S / "README.md").read_text(encoding="utf-8")
-NUM_CALLS = 12
+NUM_CALLS, MOST_CALLS = 12, 2000
 
 
 class _Counting(health_pb2_grpc.HealthServicer):
@@ -55,8 +55,10 @@ async def test_the_guides_service_config_spreads_calls_over_the_pods(is_balanced
     options = [("grpc.service_config", _service_config())] if is_balanced else []
     async with _pods(3) as (target, counting), aio.insecure_channel(target, options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        while is_balanced and not all(found.num_calls for found in counting):
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)  # until all are connected
+        for _ in range(MOST_CALLS if is_balanced else 0):  # until all are connected
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            if all(found.num_calls for found in counting):
+                break
         before = [found.num_calls for found in counting]
         for _ in range(NUM_CALLS):
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
