@@ -3,8 +3,9 @@
 from opentelemetry import metrics
 
 from telemetry import names
+from telemetry.instruments import create_instrument
 
-_prompts = names.create_instrument(metrics.get_meter(names.SCOPE), names.CAPTURED_PROMPTS)
+_prompts = create_instrument(metrics.get_meter(names.SCOPE), names.CAPTURED_PROMPTS)
 
 
 def count_captured(result: str, number: int) -> None:

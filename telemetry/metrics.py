@@ -10,9 +10,10 @@ from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry import names
 from telemetry.cardinality import OTHER, BoundedSeries, BoundedValues
 from telemetry.drift import AcceptanceDrift
+from telemetry.instruments import create_instrument
 from telemetry.ledger.records import LatencySummary, Outcome, RequestCost, Verdict
 from telemetry.ledger.writer_status import WriterStatus
-from telemetry.names import MetricSpec, create_instrument
+from telemetry.names import MetricSpec
 
 SAMPLED_ROWS = 2  # per step, of the histograms that have a value for each row
 NANO_USD_PER_USD = 1e9

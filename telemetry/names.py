@@ -7,9 +7,6 @@ labels never become attributes of a metric.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-from opentelemetry.metrics import Meter
 
 from telemetry.buckets import (
     CALL_BUCKETS,
@@ -287,19 +284,3 @@ METRICS: tuple[MetricSpec, ...] = (
     LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
     CAPTURED_PROMPTS,
 )  # fmt: skip
-
-
-def create_instrument(meter: Meter, spec: MetricSpec) -> Any:
-    """The instrument that `spec` describes."""
-    match spec.instrument:
-        case Instrument.COUNTER:
-            return meter.create_counter(spec.name, spec.unit, spec.description)
-        case Instrument.GAUGE:
-            return meter.create_gauge(spec.name, spec.unit, spec.description)
-        case Instrument.HISTOGRAM:
-            return meter.create_histogram(
-                spec.name,
-                spec.unit,
-                spec.description,
-                explicit_bucket_boundaries_advisory=spec.buckets,
-            )

@@ -16,9 +16,10 @@ from opentelemetry.util.types import AttributeValue
 
 from engine.stats import RequestStats, StepStats
 from telemetry import names
+from telemetry.instruments import create_instrument
 
 _MAX_STEP_LINKS = 128
-_call_duration = names.create_instrument(metrics.get_meter(names.SCOPE), names.CALL_DURATION)
+_call_duration = create_instrument(metrics.get_meter(names.SCOPE), names.CALL_DURATION)
 
 
 def _wall_offset() -> int:

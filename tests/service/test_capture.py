@@ -21,6 +21,7 @@ from service.redaction import RedactionError, open_redaction
 from service.security import AccessFileError, read_access_file
 from service.settings import ServiceSettings
 from telemetry import names
+from telemetry.instruments import create_instrument
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
 
@@ -187,7 +188,7 @@ def test_what_became_of_prompts_is_a_metric(
 ) -> None:
     reader = InMemoryMetricReader()
     meter = MeterProvider([reader]).get_meter("t")
-    counter = names.create_instrument(meter, names.CAPTURED_PROMPTS)
+    counter = create_instrument(meter, names.CAPTURED_PROMPTS)
     monkeypatch.setattr("telemetry.capture_counts._prompts", counter)
     orders = [_order(TextPrompt(text)) for text in ("one", "two", "nothing of this", "raise")]
     _kept(tmp_path, *orders, redact=open_redaction(REDACTION))

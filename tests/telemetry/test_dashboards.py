@@ -14,6 +14,7 @@ from telemetry.dashboards.alerts import ALERTS
 from telemetry.dashboards.generate import FOLDER, generated_files
 from telemetry.dashboards.grafana import ROWS
 from telemetry.dashboards.promql import label, prometheus_name
+from telemetry.instruments import create_instrument
 from telemetry.names import Instrument
 from telemetry.otel import OtelConfig, start_telemetry
 
@@ -74,7 +75,7 @@ def test_the_committed_files_are_those_that_names_give() -> None:
 def test_prometheus_shows_the_names_that_the_queries_use() -> None:
     telemetry = start_telemetry(OtelConfig(prometheus_port=0))
     for spec in names.METRICS:
-        instrument = names.create_instrument(telemetry.meter, spec)
+        instrument = create_instrument(telemetry.meter, spec)
         record = {
             Instrument.COUNTER: "add",
             Instrument.GAUGE: "set",
