@@ -26,6 +26,7 @@ from engine.drafter.roster import DrafterRoster
 from engine.drafter.suffix import SuffixDrafter
 from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
+from engine.int8_linear import quantize_linears
 from engine.kv_cache import KVCache
 from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, PACKED_PADDING, Padding
 from engine.lean_layers import can_be_lean, make_lean
@@ -78,6 +79,9 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     max_tokens = min(
         config.max_model_tokens or target.max_context_tokens, target.max_context_tokens
     )
+    if config.quantization == "int8":
+        for loaded in filter(None, (target, draft)):
+            quantize_linears(loaded.name, loaded.model)
     examined = [_examine(target, max_tokens, config.layout)]
     # Before the target's weights are packed: a head may be completed from them.
     heads = [] if target.shards else load_heads(config.speculation, target, config.layout)
@@ -120,6 +124,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         layout=config.layout,
         drafters=drafters.names,
         eos_token_ids=target.eos_token_ids,
+        quantization=config.quantization,
     )
     scheduler = Scheduler(
         caches[0],

@@ -31,6 +31,7 @@ class AuditCase:
     expected_token_id: int
     first_margin: float | None  # None: infinite
     epsilon: float
+    quantization: str = "none"
 
 
 _adapter = TypeAdapter(AuditCase)
@@ -51,6 +52,7 @@ def case_of(finding: AuditFinding, info: ModelInfo) -> AuditCase | None:
         expected_token_id=finding.expected_token_id or 0,
         first_margin=None if margin is None or margin == float("inf") else margin,
         epsilon=finding.epsilon,
+        quantization=info.quantization,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Numerics = Literal["auto", "invariant", "fast"]
+Quantization = Literal["none", "int8"]
 LayoutName = Literal["ragged", "aligned", "grouped"]
 
 
@@ -117,6 +118,8 @@ class EngineConfig:
     max_step_tokens: token budget of a step; longer prompts are computed in chunks.
     numerics: "invariant" pins what a token's bits depend on; "fast" does not; "auto" is
       invariant where the start-up probe holds.
+    quantization: "int8" keeps the weights of linear layers, the draft model's too, in 8 bits, on a
+      CPU; what is guaranteed is then the output of that model.
     kv_cache_memory: bytes, or a share (0 to 1) of the memory that is free after loading.
     kv_block_size: tokens per cache block; None gives one contiguous block per row on a CPU and
       blocks of 16 on CUDA.
@@ -140,6 +143,7 @@ class EngineConfig:
     max_num_rows: int = 16
     max_step_tokens: int = 512
     numerics: Numerics = "auto"
+    quantization: Quantization = "none"
     kv_cache_memory: float = 0.5
     kv_block_size: int | None = None
     cost_table_folder: str | None = None
@@ -198,6 +202,8 @@ class EngineConfig:
         _require(self.tensor_parallel >= 1, "tensor_parallel", "must be at least 1")
         if self.tensor_parallel > 1:
             _require(self.layout == "ragged", "tensor_parallel", "needs the layout 'ragged'")
+            is_quantized = self.quantization != "none"
+            _require(not is_quantized, "tensor_parallel", "needs quantization 'none'")
             _require(
                 self.speculation.head in (None, SHIPPED_HEAD) and not self.speculation.more_heads,
                 "tensor_parallel",

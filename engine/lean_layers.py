@@ -20,6 +20,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from engine.int8_linear import Int8Linear
 from engine.rotary_table import RotaryTable
 from engine.shards import is_sharded
 
@@ -108,8 +109,10 @@ class _LeanNorm(nn.Module):
         return F.rms_norm(x, self._shape, self.weight, self._epsilon)
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
+def _joined(*linears: Any) -> nn.Linear | Int8Linear:
     """One layer whose outputs are those of `linears`, one after the other."""
+    if all(isinstance(linear, Int8Linear) for linear in linears):
+        return Int8Linear.joined(linears)
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")

@@ -143,3 +143,4 @@ class ModelInfo:
     layout: str
     drafters: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
+    quantization: str = "none"  # or "int8", of the weights

@@ -79,7 +79,12 @@ def _decode_again(case: "AuditCase", target: str | None) -> "AuditReplay":
     from service.settings import ServiceSettings
 
     disable_progress_bar()
-    settings = ServiceSettings().model_copy(update={"dtype": case.dtype, "layout": case.layout})
+    as_served = {
+        "dtype": case.dtype,
+        "layout": case.layout,
+        "quantization": case.quantization,
+    }
+    settings = ServiceSettings().model_copy(update=as_served)
     home = settings.home.expanduser()
     draft = None if settings.draft is None else resolve_model(settings.draft, home)
     config = settings.engine_config(resolve_model(target or settings.target, home), draft)

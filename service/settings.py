@@ -19,6 +19,7 @@ from engine.config import (
     EngineConfig,
     LayoutName,
     Numerics,
+    Quantization,
     SpeculationConfig,
 )
 
@@ -39,6 +40,7 @@ class ServiceSettings(BaseSettings):
     max_num_rows: int = Field(default=16, ge=1)
     max_step_tokens: int = Field(default=512, ge=8)
     numerics: Numerics = "auto"
+    quantization: Quantization = "none"  # int8: weights of 8 bits, on a CPU
     kv_cache_memory: float = Field(default=0.5, gt=0)
     layout: LayoutName = "ragged"
     tensor_parallel: int = Field(default=1, ge=1)  # processes of torchrun that share the target
@@ -163,6 +165,7 @@ class ServiceSettings(BaseSettings):
             max_num_rows=self.max_num_rows,
             max_step_tokens=self.max_step_tokens,
             numerics=self.numerics,
+            quantization=self.quantization,
             kv_cache_memory=self.kv_cache_memory,
             layout=self.layout,
             tensor_parallel=self.tensor_parallel,

@@ -116,12 +116,18 @@ def open_recorder(config: RecorderConfig, info: ModelInfo, telemetry: Telemetry)
     )
 
 
+def _number_format(info: ModelInfo) -> str:
+    """As in "bfloat16", or "bfloat16, int8 weights": two models whose tokens may differ."""
+    is_plain = info.quantization == "none"
+    return info.dtype if is_plain else f"{info.dtype}, {info.quantization} weights"
+
+
 def model_record(info: ModelInfo) -> ModelRecord:
     """What the ledger keeps of a loaded model; a path that is too long for its column is cut."""
     return ModelRecord(
         name=info.name[:512],
         fingerprint=info.fingerprint,
-        dtype=info.dtype,
+        dtype=_number_format(info),
         device=info.device,
         num_parameters=info.num_parameters,
         layout=info.layout,

@@ -180,6 +180,7 @@ def write_model(
         has_chat_template=has_chat_template,
         limits=limits,
         variants=variants,
+        quantization=info.quantization,
     )
 
 

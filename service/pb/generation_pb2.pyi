@@ -1457,6 +1457,7 @@ class GetModelResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     VARIANTS_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     """Hash of the model's configuration and of the headers of its weights."""
@@ -1471,6 +1472,8 @@ class GetModelResponse(_message.Message):
     layout: _builtins.str
     """How rows of different lengths are kept together."""
     has_chat_template: _builtins.bool
+    quantization: _builtins.str
+    """"none", or "int8": weights of 8 bits. What is guaranteed is the output of that model."""
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names for SpeculationOptions.drafter, in the order of preference."""
@@ -1500,10 +1503,11 @@ class GetModelResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         limits: Global___Limits | None = ...,
         variants: _abc.Iterable[_builtins.str] | None = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "guarantee", b"guarantee", "has_chat_template", b"has_chat_template", "layout", b"layout", "limits", b"limits", "name", b"name", "num_parameters", b"num_parameters", "numerics", b"numerics", "variants", b"variants", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "drafters", b"drafters", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "guarantee", b"guarantee", "has_chat_template", b"has_chat_template", "layout", b"layout", "limits", b"limits", "name", b"name", "num_parameters", b"num_parameters", "numerics", b"numerics", "quantization", b"quantization", "variants", b"variants", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
