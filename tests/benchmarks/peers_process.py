@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.benchmarks.peers_jobs import Job, Served
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOGS = _ROOT / "build" / "peers" / "logs"
+_START_SECONDS, _JOB_SECONDS = 600.0, 900.0  # some compile for minutes when they start
 
 
 class PeerProcess:
@@ -62,7 +64,7 @@ class PeerProcess:
                 text=True,
                 start_new_session=True,
             )
-        first = self._read()
+        first = self._read(_START_SECONDS)
         self.refusal = first.get("refused")
         self.versions = first.get("versions", {})
         if self.refusal is not None:
@@ -79,7 +81,7 @@ class PeerProcess:
             print(json.dumps(job.to_json()), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             return "the process died"
-        answer = self._read()
+        answer = self._read(_JOB_SECONDS)
         self._signal(signal.SIGSTOP)
         if "refused" in answer:
             return str(answer["refused"])
@@ -106,9 +108,15 @@ class PeerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self, timeout_seconds: float) -> dict[str, Any]:
+        """The next line; a process that gives none in time is killed."""
         assert self._process is not None
         assert self._process.stdout is not None
+        # Nothing is ever left in the buffer: a line is an answer, and no other comes unasked.
+        if not select.select([self._process.stdout], [], [], timeout_seconds)[0]:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            return {"refused": f"gave no answer for {timeout_seconds:.0f} s"}
         line = self._process.stdout.readline()
         if not line:
             said = self._log.read_text(errors="replace").strip().splitlines()

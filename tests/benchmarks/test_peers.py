@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks import peers_process
 from tests.benchmarks.peers_comparison import Comparison, percentiles, summary, warm_up
 from tests.benchmarks.peers_contenders import Contender
 from tests.benchmarks.peers_jobs import Job, RefusedError, Served
@@ -97,6 +99,37 @@ def test_a_process_that_dies_is_refused_and_can_be_closed(folder: str) -> None:
         assert "died" in process.ask(job(2))
     process.close()
     assert "ended" in process.ask(job(2))
+
+
+def test_a_peer_that_hangs_at_its_start_is_ended_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 300\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(peers_process, "_START_SECONDS", 0.2)
+    process = PeerProcess("tandem", "model", "float32", 1, 1, name="hangs", python=str(hanging))
+    assert process.refusal == "gave no answer for 0 s"
+    assert process._process is None
+
+
+def wait_until_stopped(pid: int) -> None:
+    """A signal takes a moment to reach all threads."""
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the process runs on"
+        time.sleep(0.02)
+
+
+def test_a_process_sleeps_but_while_it_works(folder: str) -> None:
+    process = PeerProcess("transformers_generate", folder, "float32", 1, 1)
+    try:
+        for _ in range(2):
+            assert process._process is not None
+            wait_until_stopped(process._process.pid)
+            assert not isinstance(process.ask(job(1)), str)
+    finally:
+        process.close()
 
 
 def test_a_peer_that_breaks_during_a_job_reports_why() -> None:
