@@ -13,7 +13,7 @@ plain_over_best_torch_peer     by B: our plain tokens/s over the fastest peer bu
                                runs our weights in our dtype, on spec_bench with outputs of mixed
                                lengths; best_torch_peer names it
 plain_over_other_peers         by peer and workload@B: our plain tokens/s over engines that are not
-                               built on torch, quantised ones among them: their names say how
+                               built on torch, and over our own int8; names tell the weights
 speculative_over_plain         by B and workload: our `auto` over our plain decoding
 peers_speculative_over_their_plain   the same of peers that speculate
 bandwidth_share_plain_b1       time that memory needs for a step at B = 1 over the time we take,

@@ -45,6 +45,7 @@ class Contender:
 REFERENCE = "tandem_plain"
 KINDS: Mapping[str, Kind] = {
     "tandem": Kind("tandem"),
+    "tandem_int8": Kind("tandem", options={"quantization": "int8"}),
     "transformers_generate": Kind("transformers_generate"),
     "transformers_batching": Kind("transformers_batching"),
     "vllm": Kind("vllm", "vllm", options={"eager": False}),
@@ -95,6 +96,8 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("transformers_batching", "transformers_batching", "plain", "torch", True),
     Contender("vllm", "vllm", "plain", "torch", True),
     Contender("vllm_eager", "vllm_eager", "plain", "torch", True),
+    # Beside CTranslate2's int8, so that the two are compared in the same rounds.
+    Contender("tandem_int8", "tandem_int8", "plain", "ctranslate2"),
     Contender("vllm_ngram", "vllm_ngram", "speculative", "torch", plain="vllm"),
     *_others(),
 )
