@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import grpc
 import pytest
@@ -82,7 +83,8 @@ async def test_a_connection_that_breaks_and_an_engine_that_dies_show_on_their_ca
     spans: InMemorySpanExporter,
 ) -> None:
     engine = FakeEngine(step_seconds=0.005)
-    request = text_request(stopping=pb.StoppingParams(max_tokens=4000))
+    request = text_request()
+    request.stopping.max_tokens = 4000
     async with running_server(engine) as running:
         async with _wire_to(running.server.port) as (port, cut):
             channel = aio.insecure_channel(f"127.0.0.1:{port}")
@@ -95,7 +97,9 @@ async def test_a_connection_that_breaks_and_an_engine_that_dies_show_on_their_ca
         stream = running.stub.Generate(request)
         await stream.read()
         engine.crash = True
-        assert await stream.code() is grpc.StatusCode.ABORTED
+        with pytest.raises(aio.AioRpcError) as aborted:
+            await _read_to_the_end(stream)
+        assert aborted.value.code() is grpc.StatusCode.ABORTED
         await wait_until(lambda: len(_calls(spans)) == 2)
     assert _calls(spans)[1] == (f"{PREFIX}Generate", "ABORTED")
     for span in _of_kind(spans, SpanKind.SERVER):
@@ -103,6 +107,12 @@ async def test_a_connection_that_breaks_and_an_engine_that_dies_show_on_their_ca
         assert span.attributes is not None
         status_code = span.attributes[names.ATTR_RPC_STATUS_CODE]
         assert span.attributes[names.ATTR_ERROR_TYPE] == status_code
+
+
+async def _read_to_the_end(stream: Any) -> None:
+    """A status comes only after what was sent before it has been read."""
+    while await stream.read() is not aio.EOF:
+        pass
 
 
 @asynccontextmanager
