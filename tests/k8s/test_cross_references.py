@@ -113,6 +113,31 @@ def test_ports_and_probes_are_the_servers(
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > settings.stall_seconds
 
 
+def test_probes_ask_ports_that_their_container_opens(workloads: list[Resource]) -> None:
+    for pod in pods(workloads):
+        for container in pod.containers():
+            ports = container.get("ports", ())
+            opened = {port[key] for port in ports for key in ("name", "containerPort")}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                for asked in container.get(probe, {}).values():
+                    if isinstance(asked, dict):
+                        assert asked["port"] in opened, f"{pod.owner} {probe}"
+
+
+def test_batch_work_does_what_it_is_named_after(resources: list[Resource]) -> None:
+    first = {
+        pod.owner: container["args"][:2]
+        for pod in pods(resources)
+        for container in pod.spec["containers"]
+        if pod.owner.startswith(("Job/", "CronJob/"))
+    }
+    assert first == {
+        "Job/tandem-migrate": ["ledger", "migrate"],
+        "CronJob/tandem-housekeeping": ["ledger", "prune"],
+        "CronJob/tandem-export": ["export", "--out"],
+    }
+
+
 def test_the_age_of_a_connection_cuts_no_stream(
     resources: list[Resource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +196,10 @@ def test_traces_go_to_the_collector_by_a_port_that_it_opens(
         for kind in ("receivers", "processors", "exporters"):
             assert set(pipeline[kind]) <= config[kind].keys()
     assert "tail_sampling" in config["service"]["pipelines"]["traces"]["processors"]
+    (pod,) = [p for p in pods(resources) if p.owner.endswith("/tandem-collector")]
+    (health,) = [p for p in pod.spec["containers"][0]["ports"] if p["name"] == "health"]
+    (extension,) = config["service"]["extensions"]  # which answers the probes
+    assert config["extensions"][extension]["endpoint"].endswith(f":{health['containerPort']}")
 
 
 def test_the_cache_fits_into_the_memory(
@@ -215,6 +244,9 @@ def test_files_that_settings_name_are_mounted(
     settings = server_settings(resources, monkeypatch)
     mounts = {Path(m["mountPath"]): m for m in serve_container(resources)["volumeMounts"]}
     assert settings.home in mounts
+    volumes = {v["name"]: v for v in serve_pod(resources).spec["volumes"]}
+    home = volumes[mounts[settings.home]["name"]]  # journals and pulled models outlive a pod
+    assert home["persistentVolumeClaim"]["claimName"] == "tandem-home"
     assert settings.registry in mounts
     for path in (settings.price_book, settings.access_file, settings.experiment_file):
         assert path is None or mounts[path.parent]["readOnly"]
