@@ -160,6 +160,14 @@ async def test_a_method_that_does_not_exist_makes_no_span_and_no_series(
     assert [span.name for span in spans.get_finished_spans()] == counted
 
 
+def test_every_method_with_every_status_fits_into_the_series_of_calls() -> None:
+    files = (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+    services = [service for file in files for service in file.services_by_name.values()]
+    num_methods = sum(len(service.methods) for service in services)
+    assert len(services) == len(files)
+    assert 8 < num_methods * len(grpc.StatusCode) <= names.CALL_DURATION.max_series
+
+
 async def test_spans_of_a_request_belong_to_its_call_and_hold_no_text(
     spans: InMemorySpanExporter,
 ) -> None:

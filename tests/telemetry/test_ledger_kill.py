@@ -38,4 +38,5 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     migrate(url)
     result = kill_repeatedly(url, tmp_path / "journal", 200, seed=2)
     assert result["kills"] == 200
+    assert result["acknowledged"] > 10 * 200
     assert (result["lost"], result["duplicated"], result["left_open"]) == (0, 0, 0)
