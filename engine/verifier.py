@@ -1,8 +1,8 @@
 """One target forward over all rows of a step, then the acceptance rule.
 
-A forward that raises is tried again row by row, so that the requests that cause the failure
-end and no others; nothing is committed here, so there is nothing to undo. What breaks a target
-over several processes is raised: it ends the engine.
+A forward or a draw that raises is tried again row by row, so that the requests that cause the
+failure end and no others; nothing is committed here, so there is hardly anything to undo. What
+breaks a target over several processes is raised: it ends the engine.
 """
 
 import itertools
@@ -70,13 +70,21 @@ class Verifier:
         return replace(verification, outcomes=complete)
 
     def _verify(self, rows: Sequence[PreparedRow]) -> Verification:
-        started = time.perf_counter_ns()
+        known = [len(row.planned.live.prompt_logprobs) for row in rows]
         try:
-            logits = self.runner.forward([row.forward for row in rows])
+            return self._verify_together(rows)
         except BrokenShardsError:
             raise  # no row alone would do better: the other processes are lost
         except Exception as error:
-            return self._verify_apart(rows, error)
+            message = f"{type(error).__name__}: {error}"
+        # From here on nothing holds the memory of the attempt that failed.
+        for row, count in zip(rows, known, strict=True):
+            del row.planned.live.prompt_logprobs[count:]
+        return self._verify_apart(rows, message)
+
+    def _verify_together(self, rows: Sequence[PreparedRow]) -> Verification:
+        started = time.perf_counter_ns()
+        logits = self.runner.forward([row.forward for row in rows])
         if self._after_forward is not None:
             self._after_forward([(row.planned.live, row.forward) for row in rows])
         computed = time.perf_counter_ns()
@@ -84,9 +92,9 @@ class Verifier:
         decided = time.perf_counter_ns()
         return Verification(outcomes, computed - started, decided - computed)
 
-    def _verify_apart(self, rows: Sequence[PreparedRow], error: Exception) -> Verification:
+    def _verify_apart(self, rows: Sequence[PreparedRow], message: str) -> Verification:
         if len(rows) == 1:
-            row, message = rows[0], f"{type(error).__name__}: {error}"
+            row = rows[0]
             outcome = RowOutcome(row.planned, len(row.proposal.token_ids), error=message)
             return Verification([outcome], 0, 0)
         parts = [self._verify([row]) for row in rows]

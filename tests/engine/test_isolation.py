@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.request import FinishReason, RequestError, SamplingParams
+from engine.sampler import Sampler
 from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.engine.test_equality import generated, prompts
 from tests.tiny import EOS_TOKEN_ID
@@ -58,6 +59,33 @@ def test_a_forward_that_raises_for_one_row_ends_that_row_alone() -> None:
         expected = generated(8, 30)[int(item.request_id)]
         if BAD_TOKEN_ID not in expected:
             assert outcome.token_ids[item.request_id] == expected
+
+
+def test_a_draw_that_raises_for_one_row_ends_that_row_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of memory behind the forward; logprobs of prompts were booked by then."""
+    engine = tiny_engine(max_num_rows=4)
+    draw = engine._verifier.sampler.draw
+
+    def failing(self, logits, rows, streams=None):  # type: ignore[no-untyped-def]
+        if any(row.params.seed == 13 for row in rows):
+            raise torch.OutOfMemoryError("planted")
+        return draw(logits, rows, streams)
+
+    monkeypatch.setattr(Sampler, "draw", failing)
+    with_logprobs = SamplingParams(temperature=0, num_top_logprobs=0, prompt_logprobs=True)
+    items = [
+        request(str(n), p, max_tokens=30, sampling=with_logprobs) for n, p in enumerate(prompts(8))
+    ]
+    bad = request("bad", [5, 6], sampling=SamplingParams(seed=13))
+    outcome = run(engine, [items[0], bad, *items[1:]])
+    assert outcome.stats["bad"].finish_reason is FinishReason.ERROR
+    assert "planted" in (outcome.stats["bad"].error or "")
+    assert [outcome.token_ids[str(n)] for n in range(8)] == generated(8, 30)
+    for number, prompt in enumerate(prompts(8)):
+        first = next(d for d in outcome.deltas if d.request_id == str(number))
+        assert [item.token_id for item in first.prompt_logprobs] == prompt[1:]
 
 
 def test_a_drafter_that_raises_is_switched_off_and_costs_no_request() -> None:
