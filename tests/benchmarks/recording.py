@@ -4,7 +4,8 @@
 
 `engine_thread_microseconds` is what Engine's caller pays for `on_step`; `total_microseconds` is
 the processor time of everything that telemetry then does about the step (metrics, cost, energy,
-the estimate without speculation) on its own thread. Shares are of a step of `--step-milliseconds`.
+the estimate without speculation) on its own thread. Shares are of a step of `--step-milliseconds`:
+unless told otherwise, of the shortest that was measured, which computes a single token.
 Ends with an error when all of it together costs 1 % of a step or more.
 """
 
@@ -12,12 +13,14 @@ import argparse
 import json
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 from tests.telemetry.recording_rig import recording_rig
 from tests.telemetry.step_stats import row, step
 
 MAX_SHARE = 0.01
+ROOT = Path(__file__).parents[2]
 
 
 def measure(num_steps: int, num_rows: int, step_milliseconds: float) -> dict[str, float]:
@@ -53,11 +56,16 @@ def measure(num_steps: int, num_rows: int, step_milliseconds: float) -> dict[str
     }
 
 
+def _shortest_step_seconds() -> float:
+    figures = tomllib.loads((ROOT / "k8s" / "figures.toml").read_text(encoding="utf-8"))
+    return float(figures["target"]["step_seconds"][0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=5_000)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--step-milliseconds", type=float, default=20.0)
+    parser.add_argument("--step-milliseconds", type=float, default=1000 * _shortest_step_seconds())
     parser.add_argument("--out", type=Path, default=Path("build/bench/recording.json"))
     options = parser.parse_args()
     results = measure(options.steps, options.rows, options.step_milliseconds)
