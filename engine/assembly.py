@@ -93,7 +93,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         _make_runner(model, cache, config) for model, cache in zip(examined, caches, strict=True)
     ]
     runners = [made.runner for made in ready]
-    guarantee = ready[0].guarantee
+    guarantee, measured = ready[0].guarantee, ready[0].costs
     numerics = config.numerics
     if numerics == "auto":
         numerics = "invariant" if guarantee == "bit_exact" else "fast"
@@ -125,6 +125,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         drafters=drafters.names,
         eos_token_ids=target.eos_token_ids,
         quantization=config.quantization,
+        plain_step_seconds=tuple(zip(measured.num_tokens, measured.seconds, strict=True)),
     )
     scheduler = Scheduler(
         caches[0],

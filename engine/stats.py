@@ -68,6 +68,7 @@ class StepStats:
     num_total_blocks: int
     num_preemptions: int
     drafter_events: tuple[DrafterEvent, ...] = ()
+    preempted_request_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +145,4 @@ class ModelInfo:
     drafters: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     quantization: str = "none"  # or "int8", of the weights
+    plain_step_seconds: tuple[tuple[int, float], ...] = ()  # by rows, as measured at the start

@@ -1,5 +1,6 @@
 """Cost and energy together: what a step costs, what a request cost, what an interval used."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from engine.stats import StepStats
@@ -13,10 +14,15 @@ from telemetry.savings import SavingsEstimator
 class Accounting:
     """One instance's accounts. One thread at a time."""
 
-    def __init__(self, cost: CostMeter, energy: EnergyMeter) -> None:
+    def __init__(
+        self,
+        cost: CostMeter,
+        energy: EnergyMeter,
+        plain_step_seconds: Iterable[tuple[int, float]] = (),
+    ) -> None:
         self._cost = cost
         self._energy = energy
-        self._savings = SavingsEstimator()
+        self._savings = SavingsEstimator(plain_step_seconds)
 
     @property
     def price(self) -> PriceRecord:

@@ -106,7 +106,7 @@ def open_recorder(config: RecorderConfig, info: ModelInfo, telemetry: Telemetry)
         model=model,
         instance=instance,
         writer=writer,
-        accounting=Accounting(cost, EnergyMeter(source, started)),
+        accounting=Accounting(cost, EnergyMeter(source, started), info.plain_step_seconds),
         metrics=Metrics(telemetry.meter),
         clock=clock,
         tenant_key=tenant_key,

@@ -2,11 +2,13 @@
 
 Steps in which nobody drafted measure what plain decoding costs at a number of rows. A request's
 output is then priced as if each of its tokens had taken its share of such a step, at the number
-of rows that decoded beside it. Where no plain step was seen near that number, the estimate is
-unknown.
+of rows that decoded beside it. Where no plain step was seen near that number, the cost table of
+the engine's start stands in: it was measured with short contexts, so it rather underrates what
+speculation saves. Without either the estimate is unknown.
 """
 
 import bisect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.stats import StepStats
@@ -24,7 +26,9 @@ class _Seen:
 class PlainDecodeTable:
     """Mean wall time of plain decode steps by number of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured_at_start: Iterable[tuple[int, float]] = ()) -> None:
+        """measured_at_start: (rows, seconds of a plain step)."""
+        self._at_start = {num_rows: seconds * 1e9 for num_rows, seconds in measured_at_start}
         self._seen: dict[int, _Seen] = {}
 
     def observe(self, stats: StepStats) -> None:
@@ -39,21 +43,27 @@ class PlainDecodeTable:
 
     def step_nanoseconds(self, num_rows: int) -> float | None:
         """The mean at `num_rows`, interpolated between measured neighbours; None outside them."""
-        known = sorted(n for n, seen in self._seen.items() if seen.num_steps >= _MIN_STEPS)
-        right = bisect.bisect_left(known, num_rows)
-        if right == len(known):
-            return None
-        if known[right] == num_rows:
-            return self._mean(num_rows)
-        if right == 0:
-            return None
-        low, high = known[right - 1], known[right]
-        share = (num_rows - low) / (high - low)
-        return self._mean(low) * (1 - share) + self._mean(high) * share
+        means = {
+            n: seen.nanoseconds / seen.num_steps
+            for n, seen in self._seen.items()
+            if seen.num_steps >= _MIN_STEPS
+        }
+        found = _interpolated(means, num_rows)
+        return _interpolated(self._at_start, num_rows) if found is None else found
 
-    def _mean(self, num_rows: int) -> float:
-        seen = self._seen[num_rows]
-        return seen.nanoseconds / seen.num_steps
+
+def _interpolated(times: Mapping[int, float], num_rows: int) -> float | None:
+    known = sorted(times)
+    right = bisect.bisect_left(known, num_rows)
+    if right == len(known):
+        return None
+    if known[right] == num_rows:
+        return times[num_rows]
+    if right == 0:
+        return None
+    low, high = known[right - 1], known[right]
+    share = (num_rows - low) / (high - low)
+    return times[low] * (1 - share) + times[high] * share
 
 
 @dataclass(slots=True)
@@ -65,8 +75,8 @@ class _Plain:
 class SavingsEstimator:
     """Follows the requests of one instance. One thread at a time."""
 
-    def __init__(self) -> None:
-        self._table = PlainDecodeTable()
+    def __init__(self, measured_at_start: Iterable[tuple[int, float]] = ()) -> None:
+        self._table = PlainDecodeTable(measured_at_start)
         self._requests: dict[str, _Plain] = {}
 
     def on_step(self, stats: StepStats) -> None:

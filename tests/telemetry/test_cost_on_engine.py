@@ -6,6 +6,8 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from engine.request import SamplingParams
 from engine.stats import RequestStats, RowStepStats, StepStats
 from telemetry.clock import AnchoredClock
@@ -123,6 +125,22 @@ def test_rows_of_the_ledger_say_what_speculation_cost_and_saved_on_the_real_engi
         estimate = found.estimated_cost_without_speculation_nano_usd
         assert (estimate is None) == (name == "plain")
         assert estimate not in (0, found.cost_nano_usd)
+
+
+def test_the_estimate_falls_back_on_what_the_engine_measured_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tiny_engine().info
+    monkeypatch.setattr("tests.telemetry.recording_rig.MODEL_INFO", info)
+    with recording_rig(tmp_path) as rig:
+        opened = rig.begin()
+        rig.run_step("r")  # three tokens in one step, and no plain step before it
+        rig.finish(opened)
+    (found,) = rig.requests()
+    seconds = dict(info.plain_step_seconds)[1]
+    assert seconds > 0
+    estimate = found.estimated_cost_without_speculation_nano_usd
+    assert estimate == pytest.approx(found.cost_prefill_nano_usd + 3 * seconds * 1e6, abs=1)
 
 
 def test_the_engines_counts_agree_step_by_step_and_request_by_request() -> None:

@@ -43,6 +43,18 @@ def test_accepted_tokens_are_priced_as_plain_steps() -> None:
     assert estimator.finish("a", cost, PRICE) == 1_000 + 50_000
 
 
+def test_a_server_that_always_drafts_has_the_engines_table_of_its_start() -> None:
+    estimator = SavingsEstimator([(1, 0.01), (4, 0.02)])
+    estimator.on_step(step(0, 14 * MILLISECOND, row("a", draft=4, accepted=4)))
+    cost = RequestCost(cost_nano_usd=15_000, cost_prefill_nano_usd=1_000)
+    assert estimator.finish("a", cost, PRICE) == 1_000 + 50_000
+    table = PlainDecodeTable([(1, 0.01), (4, 0.02)])
+    assert table.step_nanoseconds(4) == 20 * MILLISECOND
+    assert table.step_nanoseconds(5) is None
+    _learn(table, 4, 30)  # what was seen since then counts more
+    assert table.step_nanoseconds(4) == 30 * MILLISECOND
+
+
 def test_without_a_measurement_it_is_unknown() -> None:
     estimator = SavingsEstimator()
     estimator.on_step(step(0, MILLISECOND, row("a", draft=4, accepted=4)))
