@@ -102,6 +102,8 @@ class VariationalTrainer:
             before = copy.deepcopy(self._head.state_dict())
             snapshot = copy.deepcopy(self._head).eval().requires_grad_(False)
             learning_rate = recipe.learning_rate * 0.5**state.num_failures
+            # Learnt anew in each round: a resumed stage has nothing of the rounds before.
+            self._balance = RejectionBalance(self._num_steps)
             for step in range(recipe.steps_per_round):
                 self._step(snapshot, number, step, learning_rate)
             state = replace(
