@@ -10,10 +10,11 @@ import pytest
 
 from exports.errors import SourceError
 from exports.job import run_export
+from exports.sample import traffic
 from exports.sample.costs import NANO_USD_PER_HOUR
-from exports.sample.ledger import write_sample_ledger
+from exports.sample.ledger import REFUSED, write_sample_ledger
 from exports.sample.trace import FILES, read_traces
-from exports.sample.traffic import BEGIN
+from exports.sample.traffic import BEGIN, draw_traffic, in_hours
 from tests.exports.test_job import published, read
 
 NUM_DAYS = 3
@@ -70,6 +71,29 @@ def test_the_same_trace_makes_the_same_tables(traces: Path, exported: Path, tmp_
     write_sample_ledger(tmp_path / "ledger.db", read_traces(traces), NUM_DAYS)
     run_export(f"sqlite:///{tmp_path / 'ledger.db'}", tmp_path / "out", now=NOW)
     assert published(tmp_path / "out") == published(exported)
+
+
+def test_ninety_days_have_models_tenants_variants_and_incidents(traces: Path) -> None:
+    drawn = draw_traffic(read_traces(traces))
+    arrival = drawn.arrival_microseconds
+    day = arrival // 86_400_000_000
+    assert set(day) == set(range(90))
+    assert set(drawn.tenant) == set(range(len(traffic.TENANT_SHARES)))
+    assert set(drawn.is_code) == {False, True}  # a model each
+    assert not drawn.is_candidate[day < traffic.CANDIDATE_FROM_DAY].any()
+    of_variants = drawn.is_candidate[day >= traffic.CANDIDATE_FROM_DAY]
+    assert 0.4 < of_variants.mean() < 0.6
+    assert not in_hours(arrival, traffic.OUTAGE).any()
+    overload = in_hours(arrival, traffic.OVERLOAD)
+    assert (drawn.outcome[overload] == REFUSED).mean() > 0.2
+    assert not (drawn.outcome[~overload] == REFUSED).any()
+    regression = in_hours(arrival, traffic.REGRESSION)
+
+    def acceptance(rows: np.ndarray) -> float:
+        return float(drawn.accepted[rows].sum() / drawn.drafted[rows].sum())
+
+    good, bad = (drawn.is_candidate & (regression == is_bad) for is_bad in (False, True))
+    assert acceptance(good) > acceptance(~drawn.is_candidate) > 2 * acceptance(bad)
 
 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:

@@ -144,6 +144,45 @@ def test_visuals_lie_on_the_page_and_not_on_each_other() -> None:
     assert len(boxes) == len(PAGES) == 9
 
 
+def test_every_page_has_the_slicers_and_the_report_its_theme() -> None:
+    found: dict[str, set[tuple[str, str]]] = {}
+    for path, document in json_files():
+        if path.endswith("visual.json") and document["visual"]["visualType"] == "slicer":
+            [projection] = document["visual"]["query"]["queryState"]["Values"]["projections"]
+            column = projection["field"]["Column"]
+            place = (column["Expression"]["SourceRef"]["Entity"], column["Property"])
+            found.setdefault(path.split("/pages/")[1].split("/")[0], set()).add(place)
+    tables = {"Date", "Model", "Tenant", "Variant"}
+    assert set(found) == {page.name for page in PAGES}
+    assert all({table for table, _ in places} == tables for places in found.values())
+    report = project_files()["Tandem.Report/definition/report.json"]
+    theme = json.loads(report)["themeCollection"]["customTheme"]["name"]
+    assert any(path.endswith(f"RegisteredResources/{theme}") for path in project_files())
+
+
+def test_growing_tables_are_refreshed_by_day_and_an_empty_period_keeps_its_columns() -> None:
+    definition = "Tandem.SemanticModel/definition"
+    files = project_files()
+    refreshed = set()
+    for table in model_tables():
+        text = files[f"{definition}/tables/{table.name}.tmdl"]
+        if "refreshPolicy" not in text:
+            continue
+        refreshed.add(table.source)
+        # In the policy and in the partition: Power BI cuts partitions by this very filter.
+        [instant] = set(re.findall(r"each \[(\w+)\] >= RangeStart", text))
+        condition = f"each [{instant}] >= RangeStart and [{instant}] < RangeEnd"
+        assert text.count(condition) == 2, table.name
+        assert re.search(rf"dataType: dateTime\n(?:\t\t.*\n)*\t\tsourceColumn: {instant}\n", text)
+    facts = {table.source for table in model_tables() if table.source.startswith("fact_")}
+    assert {"fact_request", "fact_acceptance", "fact_latency_histogram"} <= refreshed <= facts
+    assert "{#table(tableType, {})} &" in files[f"{definition}/expressions.tmdl"]
+    [date] = [table for table in model_tables() if table.is_date_table]
+    text = files[f"{definition}/tables/{date.name}.tmdl"]
+    assert "dataCategory: Time" in text
+    assert "isKey" in text
+
+
 def test_a_copy_is_bound_to_its_folder_and_never_overwrites(tmp_path: Path) -> None:
     write_project(tmp_path, r"D:\exports\tandem")
     expressions = tmp_path / "Tandem.SemanticModel" / "definition" / "expressions.tmdl"
