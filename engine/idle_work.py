@@ -14,6 +14,7 @@ from engine.live_request import LiveRequest
 from engine.model_runner import ModelRunner
 from engine.request import FinishReason
 from engine.shadow import Shadow, ShadowFinding
+from engine.shards import BrokenShardsError
 
 _logger = logging.getLogger(__name__)
 
@@ -44,11 +45,21 @@ class IdleWork:
         self._shadow.queue.offer(live)
 
     def audit_next(self) -> AuditFinding | None:
-        """Audit one waiting request, if there is one."""
-        job = self.audits.take()
-        if job is None:
-            return None
-        finding = self._parts.auditor.audit(job)
+        """Audit one waiting request, if there is one.
+
+        What goes wrong in an audit costs its finding and nothing else.
+        """
+        finding = None
+        while finding is None:
+            job = self.audits.take()
+            if job is None:
+                return None
+            try:
+                finding = self._parts.auditor.audit(job)
+            except BrokenShardsError:
+                raise
+            except Exception:
+                _logger.exception("request %s could not be audited", job.request.request_id)
         if finding.verdict is AuditVerdict.DIVERGENCE:
             _logger.error(
                 "request %s diverged from the target at output token %s by %s (limit %s)",

@@ -298,6 +298,21 @@ def test_cancelled_requests_are_audited_and_failed_ones_are_not() -> None:
     assert json.dumps(found["cancelled"].verdict) == '"exact"'
 
 
+def test_an_audit_that_fails_costs_its_finding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(audit=AuditConfig(share=1.0))
+    audit = Auditor.audit
+
+    def failing(self: Auditor, job: AuditJob) -> AuditFinding:
+        if job.request.request_id == "bad":
+            raise torch.OutOfMemoryError("planted")
+        return audit(self, job)
+
+    monkeypatch.setattr(Auditor, "audit", failing)
+    run(engine, [request(name, [5, 6], max_tokens=2) for name in ("first", "bad", "last")])
+    assert set(findings(engine)) == {"first", "last"}
+    assert run(engine, [request("after", [5, 6], max_tokens=2)]).token_ids["after"]
+
+
 def test_the_breaker_opens_tries_again_and_closes() -> None:
     breaker = SpeculationBreaker(
         max_divergences=2, window=10, cooldown_seconds=60, max_cooldown_seconds=200, num_trials=3
