@@ -27,8 +27,8 @@ _KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a run is. best_acceptance_length is of held-out conversations; num_failures counts
-    rounds that were undone."""
+    """Where a run is. best_acceptance_length is of held-out conversations at the served
+    mixture of temperatures; num_failures counts rounds that were undone."""
 
     step: int
     best_acceptance_length: float

@@ -128,6 +128,12 @@ def sampled_acceptance_length(scores: Sequence[ConversationScore], num_drafts: i
     return 1 + sum(s.expected[num_drafts - 1] * s.num_output_tokens for s in scores) / max(1, total)
 
 
+def served_acceptance_length(greedy: float, sampled: float, sampled_share: float) -> float:
+    """Of a server that answers sampled_share of its requests at T = 1, the others greedily; both
+    lengths at its K. What heads are chosen by."""
+    return (1 - sampled_share) * greedy + sampled_share * sampled
+
+
 def paired_bootstrap(
     first: Sequence[ConversationScore],
     second: Sequence[ConversationScore],

@@ -69,6 +69,7 @@ def distill(run: Run) -> Path:
         num_draft_steps=run.recipe.head.num_draft_tokens,
         num_drafts_served=run.recipe.head.num_draft_tokens,
         evaluate_every=recipe.evaluate_every,
+        sampled_share=run.recipe.data.sampled_share,
         has_prompt_anchors=recipe.has_prompt_anchors,
     )
     minutes = recipe.max_minutes
@@ -108,6 +109,7 @@ def variational(run: Run, start: Path) -> Path:
         material.autocast_dtype,
         run.folder / "variational",
         {**material.card, "stage": "variational"},
+        run.recipe.data.sampled_share,
     )
     state = trainer.run()
     write_provenance(run.folder / "variational", seconds=state.seconds)
@@ -139,5 +141,6 @@ def _continued(run: Run, objective: str, num_steps: int) -> TrainSettings:
         num_draft_steps=run.recipe.head.num_draft_tokens,
         num_drafts_served=run.recipe.head.num_draft_tokens,
         evaluate_every=max(1, run.recipe.variational.steps_per_round),
+        sampled_share=run.recipe.data.sampled_share,
         seed=run.recipe.variational.seed + 7,
     )

@@ -24,6 +24,7 @@ from engine.training.evaluation import (
     ConversationScore,
     greedy_acceptance_length,
     sampled_acceptance_length,
+    served_acceptance_length,
 )
 from engine.training.feature_cache import CachedRow, FeatureCache
 from engine.training.status import StatusLog, duration
@@ -35,7 +36,8 @@ class TrainSettings:
     """What decides the result of a run, the processes apart.
 
     learning_rate falls by a cosine to final_rate_share of itself over num_steps, after
-    warmup_steps. batch_tokens: padded positions of one batch.
+    warmup_steps. batch_tokens: padded positions of one batch. sampled_share of what is served is
+    sampled: the best checkpoint is the best at that mixture.
     """
 
     num_steps: int
@@ -51,6 +53,7 @@ class TrainSettings:
     evaluate_every: int = 200
     num_drafts_served: int = 4
     has_prompt_anchors: bool = False
+    sampled_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_tokens", "batches_per_step", "num_draft_steps"):
@@ -192,9 +195,10 @@ class Trainer:
             scores = self._evaluate()
             length = greedy_acceptance_length(scores, self._settings.num_drafts_served)
             sampled = sampled_acceptance_length(scores, self._settings.num_drafts_served)
-            is_best = length > state.best_acceptance_length
+            served = served_acceptance_length(length, sampled, self._settings.sampled_share)
+            is_best = served > state.best_acceptance_length
             if is_best:
-                state = TrainingState(state.step, length, state.step, state.seconds, state.settings)
+                state = TrainingState(state.step, served, state.step, state.seconds, state.settings)
             card = self._card | {
                 "step": state.step,
                 "held_out": {"acceptance_length": length, "acceptance_length_sampled": sampled},

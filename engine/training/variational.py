@@ -7,9 +7,10 @@ and has the target score them all in one forward; the M-step raises the weighted
 the paths, teaches the target's own distribution where a path is first rejected, keeps the
 head close to the target on the conversation itself, and holds its confidence to account.
 
-A round is kept only if the held-out acceptance length rises. The first that does not is
-undone and the learning rate halved; the second ends the stage. After Variational Speculative
-Decoding (arXiv 2602.05774), whose exact weighting and regularisers are unpublished: ours here.
+A round is kept only if the held-out acceptance length at the served mixture of temperatures
+rises. The first that does not is undone and the learning rate halved; the second ends the
+stage. After Variational Speculative Decoding (arXiv 2602.05774), whose exact weighting and
+regularisers are unpublished: ours here.
 """
 
 import copy
@@ -31,6 +32,7 @@ from engine.training.evaluation import (
     ConversationScore,
     greedy_acceptance_length,
     sampled_acceptance_length,
+    served_acceptance_length,
 )
 from engine.training.feature_cache import CachedRow, FeatureCache
 from engine.training.objectives import Objective
@@ -63,7 +65,10 @@ class VariationalTrainer:
         autocast_dtype: torch.dtype | None,
         folder: Path,
         card: dict[str, Any],
+        sampled_share: float,
     ) -> None:
+        """sampled_share of what is served is sampled: rounds are judged at that mixture."""
+        self._sampled_share = sampled_share
         self._head = head
         self._teacher = teacher
         self._model = model
@@ -187,13 +192,14 @@ class VariationalTrainer:
     def _end_of_round(
         self, state: TrainingState, before: dict[str, torch.Tensor] | None
     ) -> TrainingState:
-        """Keep the round if the held-out acceptance length rose, else go back to `before`."""
+        """Keep the round if the served acceptance length rose, else go back to `before`."""
         scores = self._evaluate()
         length = greedy_acceptance_length(scores, self._num_steps)
         sampled = sampled_acceptance_length(scores, self._num_steps)
-        is_best = length > state.best_acceptance_length
+        served = served_acceptance_length(length, sampled, self._sampled_share)
+        is_best = served > state.best_acceptance_length
         if is_best:
-            state = replace(state, best_acceptance_length=length, best_step=state.step)
+            state = replace(state, best_acceptance_length=served, best_step=state.step)
         elif before is not None:
             self._head.load_state_dict(before)
             state = replace(state, num_failures=state.num_failures + 1)

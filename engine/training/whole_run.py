@@ -13,7 +13,9 @@ from engine.training.data_stage import make_data
 from engine.training.errors import TrainingError
 from engine.training.evaluation import (
     greedy_acceptance_length,
+    sampled_acceptance_length,
     score_conversations,
+    served_acceptance_length,
 )
 from engine.training.evaluation_stage import calibration_of
 from engine.training.feature_cache import FeatureCache
@@ -61,7 +63,14 @@ def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
             score_conversations(head, teacher, cache, rows, num_drafts),
         )
     reports = {name: report.summarize(*both, num_drafts) for name, both in scores.items()}
-    lengths = {name: greedy_acceptance_length(both[0], num_drafts) for name, both in scores.items()}
+    lengths = {
+        name: served_acceptance_length(
+            greedy_acceptance_length(greedy, num_drafts),
+            sampled_acceptance_length(both, num_drafts),
+            run.recipe.data.sampled_share,
+        )
+        for name, (greedy, both) in scores.items()
+    }
     best = max(lengths, key=lambda name: lengths[name])
     found = {"best": best, "heads": reports, "comparisons": report.compare(scores, num_drafts)}
     atomic_files.write_json(run.folder / "comparison.json", found)

@@ -35,8 +35,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, train(make_material(run), "start", settings)
 
 
-def script(monkeypatch: pytest.MonkeyPatch, lengths: Sequence[float | None]) -> list[Weights]:
-    """Held-out acceptance lengths, one per evaluation, None for a kill; the weights judged."""
+def script(
+    monkeypatch: pytest.MonkeyPatch, lengths: Sequence[float | tuple[float, float] | None]
+) -> list[Weights]:
+    """Held-out acceptance lengths, one per evaluation, or a pair at T = 0 and T = 1, or None for
+    a kill; the weights judged."""
     left, seen = list(lengths), []
 
     def evaluate(material: Material) -> list[ConversationScore]:
@@ -44,8 +47,9 @@ def script(monkeypatch: pytest.MonkeyPatch, lengths: Sequence[float | None]) -> 
         length = left.pop(0)
         if length is None:
             raise _KilledError
-        accepted = (0, 0, round(1000 * (length - 1)))
-        figures = ((1, 1, 1000), (0, 0, 0), (0.0, 0.0, 0.0), (), ())
+        greedy, sampled = length if isinstance(length, tuple) else (length, length)
+        accepted = (0, 0, round(1000 * (greedy - 1)))
+        figures = ((1, 1, 1000), (0, 0, 0), (0.0, 0.0, sampled - 1), (), ())
         return [ConversationScore("a", "words", 9, 9, accepted, *figures)]
 
     monkeypatch.setattr(Material, "evaluate", evaluate)
@@ -92,6 +96,19 @@ def test_a_round_is_kept_only_if_the_held_out_length_rises(
     events = (run.folder / "variational/events.jsonl").read_text().splitlines()
     told = [event for line in events if (event := json.loads(line))["event"] == "evaluation"]
     assert [event["is_kept"] for event in told] == [True, True, False, True, False]
+
+
+def test_a_round_is_judged_at_the_served_mixture_of_temperatures(
+    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, start = begun
+    run = run_in(folder, "mixture", num_rounds=2)
+    assert run.recipe.data.sampled_share == 0.5
+    script(monkeypatch, [(2.0, 2.0), (1.9, 2.2), (2.1, 1.9)])
+    variational(run, start)
+    _, state = saved(run, "latest")
+    assert (state["best_step"], state["num_failures"]) == (3, 1)
+    assert state["best_acceptance_length"] == pytest.approx(2.05)
 
 
 def test_a_killed_stage_resumes_to_the_same_bits(
