@@ -90,6 +90,35 @@ async def test_unary_calls_are_cancelled_as_well() -> None:
     assert running.recording.rows == [("unary", "CANCELLED")]
 
 
+@pytest.mark.parametrize("end", ["stream", "unary", "deadline"])
+async def test_a_row_is_freed_by_the_step_that_follows_the_end_of_its_call(end: str) -> None:
+    """No step runs between the client's end and the release: no clock can hide a second one."""
+    engine = FakeEngine(step_seconds=0.001)
+    async with running_server(engine) as running:
+        request = text_request(request_id="gone")
+        request.stopping.max_tokens = 4000
+        if end == "unary":
+            call = running.stub.GenerateUnary(pb.GenerateUnaryRequest(request=request))
+        else:
+            call = running.stub.Generate(request, timeout=0.3 if end == "deadline" else None)
+        await wait_until(lambda: engine.num_steps > 3)
+        engine.may_run.clear()
+        reading = asyncio.ensure_future(_drain(call) if end != "unary" else _answer(call))
+        if end != "deadline":
+            call.cancel()
+        await wait_until(lambda: running.server._engine._inbox or engine.canceled_at_step)
+        num_steps = engine.num_steps  # one more may be on its way
+        engine.may_run.set()
+        await wait_until(lambda: running.server.num_live_requests == 0)
+        await asyncio.gather(reading, return_exceptions=True)
+    assert engine.canceled_at_step["gone"] <= num_steps + 1
+    assert engine.num_steps <= num_steps + 2
+
+
+async def _answer(call: object) -> None:
+    await call
+
+
 async def test_waiting_requests_are_cancelled_without_having_run() -> None:
     engine = FakeEngine(num_rows=1, step_seconds=0.01)
     async with running_server(engine, max_num_rows=1) as running:

@@ -11,6 +11,7 @@ import jwt
 import pytest
 import trustme
 from cryptography.hazmat.primitives.asymmetric import ec
+from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -24,6 +25,7 @@ from service.security import AccessFileError, ListedAccess, read_access_file
 from tests.fakes import FakeEngine
 from tests.service.serving import MODEL_NAME, running_server
 from tests.service.test_generate import text_request, wait_until
+from tests.service.test_status_table import detail, failure_of
 
 TOKEN = "correct horse battery staple"
 
@@ -65,6 +67,9 @@ def every_call(channel: aio.Channel, metadata: Any) -> dict[str, Any]:
         "Check": health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), metadata=metadata
         ),
+        "Watch": health_pb2_grpc.HealthStub(channel)
+        .Watch(health_pb2.HealthCheckRequest(), metadata=metadata)
+        .read(),
         "Reflection": reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=metadata
         ),
@@ -109,8 +114,11 @@ async def test_tenants_use_only_their_models(tmp_path: Path) -> None:
     access = listed(access_file(tmp_path, 'models = ["another"]\n'))
     async with running_server(authenticator=access) as running:
         for request in (text_request(), text_request(model=MODEL_NAME)):
-            call = running.stub.Generate(request, metadata=metadata)
-            assert await code_of(call) is grpc.StatusCode.PERMISSION_DENIED
+            error = await failure_of(running.stub.Generate(request, metadata=metadata))
+            assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert detail(error, error_details_pb2.ErrorInfo).reason == "NOT_ALLOWED"
+        error = await failure_of(running.stub.Generate(text_request()))
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "CREDENTIALS_REQUIRED"
         model = running.stub.GetModel(pb.GetModelRequest(), metadata=metadata)
         assert await code_of(model) is grpc.StatusCode.PERMISSION_DENIED
 
@@ -118,18 +126,24 @@ async def test_tenants_use_only_their_models(tmp_path: Path) -> None:
 async def test_tenants_keep_to_their_quota_and_get_unused_tokens_back(tmp_path: Path) -> None:
     extra = "tokens_per_second = 0.001\nburst_tokens = 40\nmax_live_requests = 1\n"
     metadata = (("authorization", f"Bearer {TOKEN}"),)
-    engine = FakeEngine(step_seconds=0.005)
+    engine = FakeEngine()
     async with running_server(
         engine, authenticator=listed(access_file(tmp_path, extra))
     ) as running:
         request = pb.GenerateRequest()
         request.tokens.ids.extend([5] * 10)
         request.stopping.max_tokens = 25
+        engine.may_run.clear()  # so that the first one uses no more than a step's tokens
         first = running.stub.Generate(request, metadata=metadata)
         await first.read()
-        second = running.stub.Generate(request, metadata=metadata)
-        assert await code_of(second) is grpc.StatusCode.RESOURCE_EXHAUSTED  # one at a time
+        second = await failure_of(running.stub.Generate(request, metadata=metadata))
+        assert second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # one at a time
+        [violation] = detail(second, error_details_pb2.QuotaFailure).violations
+        assert violation.subject == "tenant"
+        assert detail(second, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
         first.cancel()
+        await wait_until(lambda: running.server._engine._inbox)
+        engine.may_run.set()
         await wait_until(lambda: running.server.num_live_requests == 0)
         request.stopping.max_tokens = 10
         third = running.stub.Generate(request, metadata=metadata)
