@@ -242,7 +242,8 @@ class _Run:
             case FinishReason.DEADLINE:
                 raise errors.deadline_exceeded("the deadline has passed")
             case FinishReason.ERROR:
-                raise errors.internal(f"the engine failed on this request: {stats.error}")
+                # What it was is in the ledger's row: an exception may quote the inside.
+                raise errors.internal("the engine failed on this request")
 
     def finished(self) -> Finished:
         return Finished(

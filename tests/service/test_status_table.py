@@ -174,6 +174,7 @@ async def test_second_live_request_with_an_id_already_exists() -> None:
         request.stopping.max_tokens = 2
         again = [event async for event in running.stub.Generate(request)]
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "REQUEST_ID_LIVE"
     assert again[-1].WhichOneof("event") == "finished"
 
 
@@ -259,6 +260,7 @@ async def test_request_that_fails_in_the_engine_is_internal_and_alone() -> None:
         )
     assert error.code() is grpc.StatusCode.INTERNAL
     assert detail(error, error_details_pb2.ErrorInfo).reason == "ENGINE_ERROR"
+    assert error.details() == "the engine failed on this request"  # and nothing of the inside
     assert good[-1].WhichOneof("event") == "finished"
     assert sorted(running.recording.rows) == [("bad", "INTERNAL"), ("good", "OK")]
 
@@ -275,6 +277,7 @@ async def test_crashed_engine_aborts_streams_and_refuses_new_ones() -> None:
         later = await failure_of(running.stub.Generate(text_request()))
         assert running.server.failed.is_set()
     assert error.code() is grpc.StatusCode.ABORTED
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "ENGINE_LOST"
     assert later.code() is grpc.StatusCode.UNAVAILABLE
     assert ("lost", "ABORTED") in running.recording.rows
 
