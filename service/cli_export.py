@@ -122,6 +122,7 @@ def export(
     are those of the run before.
     """
     if sample is not None:
+        _refuse_beside_sample(full=full, since=since, watch=watch, delta=delta, focus=focus)
         raise typer.Exit(_exit_code(lambda: _export_sample(out, trace_folder, metrics_file)))
     options = ExportOptions(
         full=full,
@@ -150,6 +151,13 @@ def export(
             raise typer.Exit(exit_code)
         if stopped.wait(watch):
             return
+
+
+def _refuse_beside_sample(**options: object) -> None:
+    """A sample is published once and whole: what asks for more is refused by name."""
+    given = [f"--{name}" for name, value in options.items() if value not in (None, False)]
+    if given:
+        raise typer.BadParameter(f"cannot be used with {', '.join(given)}", param_hint="--sample")
 
 
 def _exit_code(run: Callable[[], None]) -> int:

@@ -150,6 +150,19 @@ def test_since_and_full_rewrite_what_they_say(ledger: LedgerFill, tmp_path: Path
         assert f"{num_dates} dates rewritten" in result.stdout, (arguments, result.stdout)
 
 
+@pytest.mark.parametrize(
+    "option", [("--delta", "x"), ("--focus", "x"), ("--watch", "5"), ("--full",)], ids=" ".join
+)
+def test_what_a_sample_cannot_do_is_refused_by_name(
+    option: tuple[str, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = tandem("export", "--sample", "azure", "--out", str(out), *option, COLUMNS="200")
+    assert result.exit_code == 2
+    assert f"cannot be used with {option[0]}" in result.stderr
+    assert not out.exists()
+
+
 def test_an_export_loads_no_torch(ledger: LedgerFill, tmp_path: Path) -> None:
     program = (
         "import sys; from service.cli import app;"
