@@ -91,7 +91,9 @@ def cancel_storm(num_cancels: int = 10_000) -> dict[str, object]:
             for _ in range(200):
                 load = await client.load()
                 leaked = load.num_running_requests + load.num_waiting_requests
-                if leaked == 0 and load.num_outstanding_tokens == 0:
+                leaked += load.num_total_blocks - load.num_free_blocks
+                leaked += load.num_outstanding_tokens > 0
+                if leaked == 0:
                     return 0
                 await asyncio.sleep(0.05)
             return leaked
