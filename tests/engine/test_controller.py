@@ -70,12 +70,20 @@ def simulate(
     return emitted / seconds
 
 
-def fixed(kinds: list[str], costs: StepCosts, num_drafts: int) -> float:
-    return simulate(kinds, costs, lambda rows: dict.fromkeys(rows, num_drafts), lambda *_: None)
+def fixed(kinds: list[str], costs: StepCosts, num_drafts: int, num_steps: int = 600) -> float:
+    return simulate(
+        kinds, costs, lambda rows: dict.fromkeys(rows, num_drafts), lambda *_: None, num_steps
+    )
 
 
-def controlled(kinds: list[str], costs: StepCosts) -> float:
-    lengths = DraftLengths(MAX_DRAFTS, costs)
+def controlled(
+    kinds: list[str],
+    costs: StepCosts,
+    num_steps: int = 600,
+    lengths: DraftLengths | None = None,
+) -> float:
+    """lengths: a controller that has seen other rows before."""
+    lengths = lengths or DraftLengths(MAX_DRAFTS, costs)
     lives = {
         str(n): LiveRequest(request(str(n), [5, 6], mode="auto"), [5, 6]) for n in range(len(kinds))
     }
@@ -84,6 +92,7 @@ def controlled(kinds: list[str], costs: StepCosts) -> float:
         costs,
         lambda rows: lengths.choose([lives[row] for row in rows]),
         lambda row, drafted, accepted: lengths.observe(lives[row], drafted, accepted),
+        num_steps,
     )
 
 
@@ -101,6 +110,22 @@ def test_the_controller_is_near_the_best_fixed_k_and_never_behind_plain_decoding
     ours = controlled(kinds, costs)
     assert ours >= 0.97 * best
     assert ours >= 0.98 * plain
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_after_every_step_of_the_load_it_is_near_the_best_fixed_k_of_that_load(
+    machine: str,
+) -> None:
+    costs = MACHINES[machine]
+    lengths = DraftLengths(MAX_DRAFTS, costs)
+    for batch_size in (1, 32, 4, 16):
+        kinds = [list(KINDS)[n % len(KINDS)] for n in range(batch_size)]
+        plain, *drafting = (fixed(kinds, costs, k, 300) for k in range(MAX_DRAFTS + 1))
+        ours = controlled(kinds, costs, 300, lengths)
+        assert ours >= 0.97 * max(plain, *drafting), batch_size
+        assert ours >= 0.98 * plain, batch_size
+        for number in range(batch_size):
+            lengths.forget(str(number))
 
 
 def test_a_controller_that_always_drafts_would_fail_that_test() -> None:

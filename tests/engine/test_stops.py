@@ -143,7 +143,7 @@ def test_the_earlier_of_length_and_stop_wins_inside_one_block() -> None:
         assert outcome.token_ids["a"] == output[:max_tokens]
 
 
-def test_a_stop_string_across_tokens_and_blocks_cuts_ids_and_text_alike() -> None:
+def test_a_stop_string_across_tokens_and_blocks_cuts_ids_logprobs_and_text_alike() -> None:
     output = full_output()
     tokenizer = tiny_tokenizer()
     text = tokenizer.decode(output, skip_special_tokens=True)
@@ -153,12 +153,22 @@ def test_a_stop_string_across_tokens_and_blocks_cuts_ids_and_text_alike() -> Non
             continue
         outcome = run(
             perfect_engine(8),
-            [request("a", PROMPT, max_tokens=40, ignore_eos=True, stop_strings=(stop,))],
+            [
+                request(
+                    "a",
+                    PROMPT,
+                    max_tokens=40,
+                    ignore_eos=True,
+                    stop_strings=(stop,),
+                    sampling=SamplingParams(temperature=0, num_top_logprobs=0),
+                )
+            ],
         )
         assert outcome.text["a"] == text[:start]
         assert outcome.deltas[-1].stop_string == stop
         kept = outcome.token_ids["a"]
         assert kept == output[: len(kept)]
+        assert [item.token_id for d in outcome.deltas for item in d.logprobs] == kept
         decoded = tokenizer.decode(kept, skip_special_tokens=True)
         assert stop in decoded
         assert stop not in tokenizer.decode(kept[:-1], skip_special_tokens=True)
