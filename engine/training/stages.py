@@ -88,8 +88,16 @@ def distill(run: Run) -> Path:
 
 
 def variational(run: Run, start: Path) -> Path:
-    """The variational stage from a distilled head; the folder of the best checkpoint."""
+    """The variational stage from a distilled head; the folder of the best checkpoint.
+
+    Raises TrainingError for sampled paths in several processes, which are not supported.
+    """
     recipe = run.recipe.variational
+    if recipe.level == "sampled" and run.accelerator.num_processes > 1:
+        raise TrainingError(
+            f"variational.level: sampled paths take one process, not "
+            f"{run.accelerator.num_processes}; run this stage alone, or with level path"
+        )
     material = make_material(run, start)
     objective = "path" if recipe.level == "path" else recipe.teacher_objective
     if recipe.level == "path":

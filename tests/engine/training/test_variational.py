@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,16 @@ def test_a_killed_stage_resumes_to_the_same_bits(
     resumed, resumed_state = saved(cut, "latest")
     assert same(weights, resumed)
     assert {**state, "seconds": 0} == {**resumed_state, "seconds": 0}
+
+
+def test_sampled_paths_in_several_processes_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    accelerator = SimpleNamespace(num_processes=2)
+    run = Run(tmp_path / "run", tiny_recipe(tmp_path), accelerator)
+    with pytest.raises(TrainingError, match=r"variational\.level.*one process, not 2"):
+        variational(run, tmp_path)
+    assert not run.folder.exists()
 
 
 def test_a_stage_is_not_resumed_with_other_settings(
