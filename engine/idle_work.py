@@ -18,6 +18,8 @@ from engine.shards import BrokenShardsError
 
 _logger = logging.getLogger(__name__)
 
+_SECONDS_BETWEEN_CHECKS = 60.0
+
 
 class IdleWork:
     """Queues of finished requests. Divergences of speculative ones count towards the breaker."""
@@ -26,6 +28,7 @@ class IdleWork:
         self._parts = parts
         self._breaker = breaker
         self.audits = AuditQueue(parts.audit_config.max_jobs)
+        self._checked_at = float("-inf")
         runner = parts.verifier.runner
         self._shadow = Shadow(
             self._head,
@@ -47,20 +50,25 @@ class IdleWork:
     def audit_next(self) -> AuditFinding | None:
         """Audit one waiting request, if there is one.
 
-        What goes wrong in an audit costs its finding and nothing else.
+        What goes wrong in an audit costs its finding and nothing else. With none waiting, all
+        stores are recounted once a minute; raises RuntimeError naming the first difference.
         """
-        finding = None
-        while finding is None:
-            job = self.audits.take()
-            if job is None:
-                return None
+        while (job := self.audits.take()) is not None:
             try:
                 finding = self._parts.auditor.audit(job)
             except BrokenShardsError:
                 raise
             except Exception:
                 _logger.exception("request %s could not be audited", job.request.request_id)
-        if finding.verdict is AuditVerdict.DIVERGENCE:
+            else:
+                self._heed(finding)
+                return finding
+        self._check_integrity(time.monotonic())
+        return None
+
+    def _heed(self, finding: AuditFinding) -> None:
+        is_divergence = finding.verdict is AuditVerdict.DIVERGENCE
+        if is_divergence:
             _logger.error(
                 "request %s diverged from the target at output token %s by %s (limit %s)",
                 finding.request_id,
@@ -68,10 +76,14 @@ class IdleWork:
                 finding.first_margin,
                 finding.epsilon,
             )
-        if job.drafter:
-            is_divergence = finding.verdict is AuditVerdict.DIVERGENCE
+        if finding.drafter:
             self._breaker.observe(is_divergence, time.monotonic())
-        return finding
+
+    def _check_integrity(self, now: float) -> None:
+        if now - self._checked_at >= _SECONDS_BETWEEN_CHECKS:
+            self._parts.scheduler.check_integrity()
+            self._parts.drafters.check_integrity()
+            self._checked_at = now
 
     def shadow(self, plans: Sequence[ShadowPlan]) -> None:
         """Measure these from now on."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -311,6 +312,22 @@ def test_an_audit_that_fails_costs_its_finding_alone(monkeypatch: pytest.MonkeyP
     run(engine, [request(name, [5, 6], max_tokens=2) for name in ("first", "bad", "last")])
     assert set(findings(engine)) == {"first", "last"}
     assert run(engine, [request("after", [5, 6], max_tokens=2)]).token_ids["after"]
+
+
+def test_stores_that_do_not_add_up_are_found_while_there_is_nothing_else_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = tiny_engine()
+    now = 1000.0
+    monkeypatch.setattr("engine.idle_work.time", SimpleNamespace(monotonic=lambda: now))
+    run(engine, [request("a", [5, 6], max_tokens=2)])
+    assert engine.audit_next() is None
+    engine._scheduler.cache.pool._num_references[0] += 1
+    now += 59
+    assert engine.audit_next() is None
+    now += 1
+    with pytest.raises(RuntimeError, match="block 0: 1 references"):
+        engine.audit_next()
 
 
 def test_the_breaker_opens_tries_again_and_closes() -> None:
