@@ -271,6 +271,7 @@ class Engine:
             num_total_blocks=pool.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
             drafter_events=self._drafters.take_events(),
+            preempted_request_ids=self._scheduler.take_preempted(),
         )
 
     def check_integrity(self) -> None:

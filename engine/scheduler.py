@@ -62,6 +62,7 @@ class Scheduler:
         self.waiting: dict[str, LiveRequest] = {}
         self.running: dict[str, LiveRequest] = {}
         self.num_preemptions = 0
+        self._preempted: list[str] = []
         self.num_groups = 0
         self.num_uniform_groups = 0
         self.group_rows = group_rows
@@ -222,8 +223,14 @@ class Scheduler:
         live.num_computed_tokens = 0
         live.num_preemptions += 1
         self.num_preemptions += 1
+        self._preempted.append(live.request_id)
         del self.running[live.request_id]
         self.waiting[live.request_id] = live
+
+    def take_preempted(self) -> tuple[str, ...]:
+        """The requests that were preempted since the last call, as often as they were."""
+        taken, self._preempted = tuple(self._preempted), []
+        return taken
 
     def _admit(self, live: LiveRequest, now: float) -> bool:
         num_blocks = -(-(live.num_tokens + 1) // self.cache.block_size)

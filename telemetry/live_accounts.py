@@ -146,6 +146,8 @@ class LiveAccounts:
             self._accounting.on_step(last)
             with never_failing("metrics of a step"):
                 self._metrics.on_step(last)
+                for request_id in last.preempted_request_ids:
+                    self._add_event(names.EVENT_PREEMPTED, {}, request_id)
                 for event in last.drafter_events:
                     attributes = {
                         names.ATTR_DRAFTER: event.drafter,

@@ -151,8 +151,6 @@ class RequestTrace:
             self.span.add_event(
                 names.EVENT_FIRST_TOKEN, timestamp=_wall(stats.first_token_at, offset)
             )
-        if stats.num_preemptions:
-            self.span.add_event(names.EVENT_PREEMPTED, {"count": stats.num_preemptions})
         self._end(status_code, attributes, _wall(stats.finished_at, offset))
 
     def finish_without_stats(self, status_code: str) -> None:

@@ -1,5 +1,6 @@
 """Who runs when: budgets, order, preemption, and the reuse of prefixes."""
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -66,6 +67,8 @@ def test_preempted_requests_recompute_and_give_the_same_tokens(
     assert (sum(s.num_recomputed_tokens for s in outcome.stats.values()) > 0) == (
         num_preemptions > 0
     )
+    told = Counter(name for step in outcome.steps for name in step.preempted_request_ids)
+    assert told == Counter({name: s.num_preemptions for name, s in outcome.stats.items()})
 
 
 @cache

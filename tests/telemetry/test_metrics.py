@@ -177,6 +177,28 @@ def test_a_drafter_that_falls_short_shows_on_its_requests_alone(tmp_path: Path) 
     }
 
 
+def test_a_preemption_shows_on_its_request_alone_and_when_it_happened(tmp_path: Path) -> None:
+    with recording_rig(tmp_path) as rig:
+        tracer = rig.telemetry.tracer
+        requests = []
+        for name in ("a", "b"):
+            call = start_call_span("tandem.v1.GenerationService/Generate", {}, tracer)
+            requests.append(rig.begin(name, trace=start_request_trace(call, name, tracer=tracer)))
+        for preempted in (("b",), (), ("b",)):
+            stats = step(time.monotonic_ns(), 1, row("a"))
+            rig.recorder.on_step(replace(stats, preempted_request_ids=preempted))
+        for request in requests:
+            rig.finish(request, num_preemptions=2 * (request.request_id == "b"))
+        rig.telemetry.tracer_provider.force_flush()
+        spans = rig.spans.get_finished_spans()
+    found = {
+        span.name[-1]: [event.name for event in span.events if event.name == names.EVENT_PREEMPTED]
+        for span in spans
+        if span.name.startswith("text_completion")
+    }
+    assert found == {"a": [], "b": [names.EVENT_PREEMPTED] * 2}
+
+
 def test_large_batches_are_sampled_and_every_row_has_its_turn() -> None:
     seen: set[str] = set()
     for index in range(15):

@@ -85,7 +85,7 @@ def test_a_request_has_its_phases_as_children_within_it(
     call = start_call_span(METHOD, {}, tracer)
     trace = start_request_trace(call, "tiny", tracer=tracer)
     now = time.monotonic()
-    trace.finish(request_stats(at=now, num_preemptions=2), "OK", {"a": 1})
+    trace.finish(request_stats(at=now), "OK", {"a": 1})
     trace.finish(request_stats(at=now), "INTERNAL", {})  # only the first counts
     call.end("OK")
     spans = _by_name(exporter)
@@ -93,7 +93,7 @@ def test_a_request_has_its_phases_as_children_within_it(
     assert generation.parent is not None
     assert generation.parent.span_id == call.span.get_span_context().span_id
     assert generation.status.status_code is StatusCode.UNSET
-    assert [event.name for event in generation.events] == ["first_token", "preempted"]
+    assert [event.name for event in generation.events] == ["first_token"]
     previous_end = None
     for name in ("queue", "prefill", "decode"):
         child = spans[name]
