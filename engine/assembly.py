@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.aligned_runner import AlignedRunner
+from engine.attention_guarantee import attention_keeps_bits
 from engine.attention_probe import measure_attention
 from engine.audit import Auditor
 from engine.cache_sizes import ExaminedModel, make_cache, make_caches
@@ -218,6 +219,11 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
         is_padded=not examined.is_ragged,
     )
     guarantee = probe_guarantee(runner)
+    if guarantee == "bit_exact" and isinstance(scratch, KVCache):
+        num_heads = loaded.model.config.get_text_config().num_attention_heads
+        sizes = (num_heads, runner.padding, None if cache.is_contiguous else size, cache.max_tokens)
+        if not attention_keeps_bits(scratch.shape, *sizes):
+            guarantee = "rounding"
     if config.numerics == "auto" and guarantee != "bit_exact":
         runner.padding = NO_PADDING
     if isinstance(runner, ModelRunner):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from engine.key_padding import padded_keys
 from engine.kv_cache import KVCache
 from engine.kv_storage import KVCacheShape
 from engine.layout.grouping import AttentionCosts
@@ -14,7 +15,7 @@ from engine.layout.ragged import plan_forward
 from engine.planned_attention import PlannedAttention
 
 _NUM_ROWS = 8
-_SHORT, _LONGER, _LONG = 100, 200, 1000  # keys: in 128, 256 and 1,024
+_SHORT, _LONGER, _LONG = 100, 356, 1000  # keys: in 128, 384 and 1,024
 _NUM_REPEATS = 20
 _LEAST_SHARE = 0.25
 _SPLIT_ALWAYS = AttentionCosts(call_seconds=0.0, key_seconds=1.0)
@@ -29,7 +30,7 @@ def measure_attention(
     block_size None measures contiguous rows.
     """
     one_layer = replace(shape, num_layers=1)
-    size = block_size or -(-_LONG // 128) * 128
+    size = block_size or padded_keys(_LONG)
     cache = KVCache(
         one_layer,
         max_num_rows=_NUM_ROWS,

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from engine.config import EngineConfig
+from engine.key_padding import padded_keys
 from engine.kv_cache import KVCache
 from engine.kv_storage import KVCacheShape
 from engine.layout.aligned import AlignedCache
@@ -41,7 +42,7 @@ def make_caches(
     block_size = config.kv_block_size
     if block_size is None and examined[0].is_ragged and examined[0].shape.device.type == "cuda":
         block_size = _CUDA_BLOCK_SIZE
-    row_tokens = -(-max_tokens // 128) * 128
+    row_tokens = padded_keys(max_tokens)
     tokens_per_block = block_size or row_tokens
     most_blocks = config.max_num_rows * -(-row_tokens // tokens_per_block)
     num_blocks = min(most_blocks, int(budget // (bytes_per_token * tokens_per_block)))

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
+from engine.key_padding import padded_keys
 from engine.kv_storage import KVCacheShape, lazy_zeros
-
-_SLOT_ALIGNMENT = 128
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class KVCache:
         block_size: int | None = None,
     ) -> None:
         """block_size None gives one contiguous block per row. max_tokens bounds a row's length."""
-        contiguous_size = -(-max_tokens // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        contiguous_size = padded_keys(max_tokens)
         self.shape = shape
         self.block_size = block_size or contiguous_size
         self.is_contiguous = self.block_size >= contiguous_size

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.key_padding import KEY_MULTIPLE
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
@@ -56,8 +58,8 @@ class Padding:
     """What sizes are rounded up to, so that a token's bits do not depend on its company.
 
     The recipe: a forward has a multiple of `tokens` tokens, attention a multiple of
-    `query_rows` folded query rows over a multiple of `keys` keys. Packed linear layers need
-    only that a token is never alone.
+    `query_rows` folded query rows over padded_keys of `keys` (engine/key_padding.py). Packed
+    linear layers need only that a token is never alone.
     """
 
     tokens: int
@@ -65,8 +67,8 @@ class Padding:
     keys: int
 
 
-INVARIANT_PADDING = Padding(tokens=8, query_rows=4, keys=128)
-PACKED_PADDING = Padding(tokens=2, query_rows=4, keys=128)
+INVARIANT_PADDING = Padding(tokens=8, query_rows=4, keys=KEY_MULTIPLE)
+PACKED_PADDING = Padding(tokens=2, query_rows=4, keys=KEY_MULTIPLE)
 NO_PADDING = Padding(tokens=1, query_rows=1, keys=1)
 
 

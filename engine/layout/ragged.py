@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.key_padding import padded_keys
 from engine.kv_cache import KVCache
 from engine.layout.grouping import UNMEASURED, AttentionCosts, split_by_keys
 from engine.layout.plan import (
@@ -24,7 +25,6 @@ from engine.layout.plan import (
     ForwardRow,
     Padding,
     round_to_bucket,
-    round_up,
 )
 from engine.upload import upload_together
 
@@ -149,7 +149,7 @@ def _group(
             groups.append([index])
     if not narrow:
         return groups
-    num_keys = [round_up(r.start + len(r.token_ids), padding.keys) for r in rows]
+    num_keys = [padded_keys(r.start + len(r.token_ids), padding.keys) for r in rows]
     if not cache.is_contiguous:
         narrow.sort(key=lambda index: num_keys[index])
         return [*_split([narrow], num_keys, costs), *groups]
@@ -191,7 +191,7 @@ def _host_group(
         token_index.extend([first] * (width - count))
         positions.extend(range(start, start + count))
         positions.extend([start] * (width - count))
-    num_keys = round_up(num_keys, padding.keys)
+    num_keys = padded_keys(num_keys, padding.keys)
     key_blocks: list[int] = []
     first_slot = 0
     if cache.is_contiguous:

@@ -95,6 +95,7 @@ def _measured_before() -> Iterator[None]:
     with (
         mock.patch.object(assembly, "probe_guarantee", guarantee),
         mock.patch.object(assembly, "measure_costs", return_value=TINY_COSTS),
+        mock.patch.object(assembly, "attention_keeps_bits", return_value=True),
     ):
         yield
 

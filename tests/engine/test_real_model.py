@@ -42,6 +42,8 @@ PROMPTS = {
 }
 SAMPLING = {"greedy": GREEDY, "seeded": SEEDED}
 PROBED = tuple(PROMPTS)
+LONG = (150, 330, 700, 1000)  # tokens of prompts: attention takes 512 keys at a time
+RECORDED = {*PROBED, "long"}
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ def observe(
         end = 0
         for row in rows:
             end += row.num_logits
-            if row.num_logits and ids[row.row].split(" ")[0] in PROBED:
+            if row.num_logits and ids[row.row].split(" ")[0] in RECORDED:
                 kept = logits[end - row.num_logits : end].clone()
                 observed.fed.append((ids[row.row], row.start, list(row.token_ids), kept))
         return logits
@@ -100,7 +102,8 @@ def observe(
             observed.outcome.add_step(engine)
     finally:
         runner.forward = forward  # type: ignore[method-assign]
-    observed.keep_what_was_committed([r for r in requests if r.request_id.split(" ")[0] in PROBED])
+    recorded = [item for item in requests if item.request_id.split(" ")[0] in RECORDED]
+    observed.keep_what_was_committed(recorded)
     return observed
 
 
@@ -133,7 +136,7 @@ def engine_of(folder: Path, dtype: str, **options: Any) -> Engine:
     draft = None if options else skip_layers(target)
     config = EngineConfig(
         target=str(folder),
-        max_model_tokens=256,
+        max_model_tokens=options.pop("max_model_tokens", 256),
         kv_cache_memory=options.pop("kv_cache_memory", 2e9),
         speculation=SpeculationConfig(
             drafters=("prompt_lookup", "draft_model") if draft else ("prompt_lookup",),
@@ -285,6 +288,37 @@ def test_prompts_in_chunks_do_not_matter(
     assert_all_same_bits(smollm2, dtype, observed, "chunked")
 
 
+def long_requests(engine: Engine, tenant: str, **options: Any) -> list[GenerationRequest]:
+    draw = random.Random(5)
+    return [
+        request(
+            f"long {length} {tenant}",
+            [draw.randrange(engine.info.vocab_size) for _ in range(length)],
+            max_tokens=NUM_NEW_TOKENS,
+            ignore_eos=True,
+            tenant=tenant,
+            **options,
+        )
+        for length in LONG
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_prompts_in_chunks_beside_each_other_do_not_matter(
+    smollm2: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(LONG) + NUM_NEW_TOKENS
+    engine = engine_of(smollm2, dtype, max_model_tokens=longest, max_step_tokens=longest)
+    alone = [observe(engine, [item]) for item in long_requests(engine, "alone", mode="off")]
+    monkeypatch.setattr(engine._scheduler, "max_step_tokens", 200)
+    items = long_requests(engine, "together", max_draft_tokens=4)
+    together = observe(engine, items, [0, 3, 5, 1])
+    for item, observed in zip(items, alone, strict=True):
+        [(request_id, logits)] = observed.logits.items()
+        reference = Reference(observed.outcome.token_ids[request_id], logits)
+        assert_same_bits(together, item.request_id, reference)
+
+
 @pytest.mark.parametrize("make", [engine_of, small_engine], ids=["one-block-rows", "small-blocks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reused_prefix_does_not_matter(
@@ -338,7 +372,7 @@ def test_the_order_of_arrival_does_not_matter(smollm2: Path, dtype: str, order: 
 def test_a_breach_would_be_seen(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: every layer of a batch leaks a trace of its mean into the tokens."""
     engine = engine_of(smollm2, "float32")
-    block = engine._verifier.runner.model.model.layers[3].mlp
+    block = engine._verifier.runner.model.model.layers[3].down_proj
     handle = block.register_forward_hook(
         lambda module, inputs, output: output + 1e-6 * output.mean(dim=1, keepdim=True)
     )

@@ -19,6 +19,7 @@ from engine.drafter.head.files import load_head, read_card
 from engine.drafter.head.model import Eagle3Head
 from engine.drafter.head.runner import HeadRunner
 from engine.drafter.head.tap import HiddenStateTap
+from engine.key_padding import padded_keys
 from engine.kv_cache import KVCache
 from engine.kv_storage import KVCacheShape
 from engine.layout.plan import INVARIANT_PADDING, PACKED_PADDING, ForwardRow
@@ -158,7 +159,7 @@ def attach_head(
 
 def tokens_per_block(like: RowCache) -> int:
     """Tokens that a head's cache keeps together: a block, or a whole row."""
-    return -(-like.max_tokens // 128) * 128 if like.is_contiguous else like.block_size
+    return padded_keys(like.max_tokens) if like.is_contiguous else like.block_size
 
 
 def measure_step_costs(runner: HeadRunner) -> CostTable:
