@@ -41,6 +41,10 @@ def _workplace() -> Iterator[Path]:
         yield Path(name)
 
 
+LEAST_ROWS_PER_SECOND = {"sqlite_rows_per_second": 5_000, "postgresql_rows_per_second": 10_000}
+MOST_MEMORY_MB = 200
+
+
 def rows_per_second(url: str, folder: Path, num_requests: int) -> float:
     """Requests per second from submit to commit; making the records is not counted."""
     migrate(url)
@@ -144,6 +148,11 @@ def main() -> None:
     print(json.dumps(results, indent=2))
     if results["lost"] or results["duplicated"] or results["cost_reconciliation_nano_usd"]:
         raise SystemExit("the ledger lost, doubled or miscounted something")
+    for name, least in LEAST_ROWS_PER_SECOND.items():
+        if results[name] is not None and results[name] < least:
+            raise SystemExit(f"{name}: {results[name]}, wanted are {least}")
+    if results["peak_memory_mb"] >= MOST_MEMORY_MB:
+        raise SystemExit(f"peak_memory_mb: {results['peak_memory_mb']}, not below {MOST_MEMORY_MB}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from telemetry.dashboards.promql import prometheus_name
 from telemetry.names import METRICS
 
 PROMTOOL = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(
+needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool: install Debian's `prometheus`"
 )
 DAY = 24 * 60
@@ -125,6 +125,7 @@ def test_every_alert_has_a_case_about_series_that_exist() -> None:
             assert name in shown, series
 
 
+@needs_promtool
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
 def test_an_alert_fires_on_its_cause_and_on_nothing_less(case: Case, tmp_path: Path) -> None:
     alert = next(alert for alert in ALERTS if alert.name == case.alert)
