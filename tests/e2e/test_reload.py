@@ -1,13 +1,17 @@
 """SIGHUP: a server takes over another price book while it serves."""
 
+import hashlib
 import logging
 import sqlite3
 from pathlib import Path
 
+import grpc
 import pytest
 
 from service.assembly import assemble
 from service.async_client import AsyncClient
+from service.attempts import RetryPolicy
+from service.client_calls import Credentials, TandemError
 from service.settings import ServiceSettings
 
 _BOOK = """
@@ -54,3 +58,46 @@ async def test_requests_cost_what_the_book_said_when_they_ran(
     assert _prices(ledger) == [3_600_000_000, 7_200_000_000, 7_200_000_000]
     (refused,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert refused.getMessage().startswith("prices not reloaded")
+
+
+async def test_a_reload_takes_over_tokens_and_quotas_and_what_is_served_was_warmed_up(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    access = tmp_path / "access.toml"
+    digests = [hashlib.sha256(token.encode()).hexdigest() for token in ("old", "new")]
+    access.write_text(f'[tenants.a]\ntoken_sha256 = ["{digests[0]}"]\n')
+    settings = ServiceSettings(
+        target=str(tiny_model),
+        port=0,
+        home=tiny_model.parent,
+        kv_cache_memory=2e8,
+        ledger_url=f"sqlite:///{tmp_path / 'ledger.db'}",
+        access_file=access,
+    )
+    server = assemble(settings)
+    await server.listen()
+    await server.load()
+
+    async def code(token: str) -> grpc.StatusCode:
+        credentials = Credentials(token=token)
+        once = RetryPolicy(max_attempts=1)
+        address = f"127.0.0.1:{server.port}"
+        async with AsyncClient(address, credentials=credentials, retry=once) as client:
+            try:
+                await client.generate("the", max_tokens=3).result()
+            except TandemError as error:
+                return error.code
+            return grpc.StatusCode.OK
+
+    async with AsyncClient(
+        f"127.0.0.1:{server.port}", credentials=Credentials(token="old")
+    ) as client:
+        assert (await client.load()).num_steps > 0  # the engine ran before it served
+    assert await code("old") is grpc.StatusCode.OK
+    quota = "tokens_per_second = 0.001\nburst_tokens = 1\n"
+    access.write_text(f'[tenants.a]\ntoken_sha256 = ["{digests[1]}"]\n{quota}')
+    assert await code("new") is grpc.StatusCode.UNAUTHENTICATED  # not read yet
+    server.reload()
+    assert await code("old") is grpc.StatusCode.UNAUTHENTICATED
+    assert await code("new") is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop(1.0)

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf import json_format
 
 from service.pb import generation_pb2 as pb
+from tests.exports.ledgers import NOON, LedgerFill, new_ledger
 from tests.service.serving import running_server
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,18 @@ def test_tandem_commands_know_their_options(words: list[str], tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     known = set(re.findall(r"--?[a-z][a-z-]*", result.stdout))
     assert options <= known
+
+
+def test_commands_that_read_a_ledger_run_as_they_are_written(tmp_path: Path) -> None:
+    ledger = LedgerFill(new_ledger(tmp_path))
+    ledger.dimensions()
+    ledger.request(NOON)
+    readers = [w for w in _commands("tandem") if w[1] in {"export", "report", "ledger"}]
+    assert len(readers) >= 3
+    for words in readers:
+        result = _tandem(words[1:], tmp_path, folder=tmp_path)
+        assert result.returncode == 0, (words, result.stderr)
+    assert (tmp_path / "build" / "tables" / "report.html").is_file()
 
 
 def test_the_table_of_make_targets_is_true() -> None:
@@ -112,10 +125,12 @@ def _command_path(words: list[str]) -> list[str]:
     return words[:2] if words[0] in groups else words[:1]
 
 
-def _tandem(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
+def _tandem(
+    arguments: list[str], home: Path, *, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [TANDEM, *arguments],
-        cwd=ROOT,
+        cwd=folder,
         env={"TANDEM_HOME": str(home), "PATH": "/usr/bin:/bin", "COLUMNS": "200", "NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
