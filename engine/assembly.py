@@ -219,10 +219,9 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
         is_padded=not examined.is_ragged,
     )
     guarantee = probe_guarantee(runner)
-    if guarantee == "bit_exact" and isinstance(scratch, KVCache):
-        num_heads = loaded.model.config.get_text_config().num_attention_heads
-        sizes = (num_heads, runner.padding, None if cache.is_contiguous else size, cache.max_tokens)
-        if not attention_keeps_bits(scratch.shape, *sizes):
+    if guarantee == "bit_exact" and isinstance(runner, ModelRunner):
+        block_size = None if cache.is_contiguous else size
+        if not attention_keeps_bits(runner, block_size, cache.max_tokens):
             guarantee = "rounding"
     if config.numerics == "auto" and guarantee != "bit_exact":
         runner.padding = NO_PADDING

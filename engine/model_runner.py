@@ -40,6 +40,7 @@ class ModelRunner:
         self.num_positions = 0
         self.num_row_tokens = 0
         self.align_nanoseconds = 0
+        self.attends_by_hand = False
         self._attention: PlannedAttention | None = None
         # Registered per runner: the function needs this runner's cache and plan, and models
         # do not all hand extra arguments down to their attention.
@@ -71,7 +72,7 @@ class ModelRunner:
         arguments: dict[str, Any] = {}
         if self._keeps_logits:
             arguments["logits_to_keep"] = plan.logit_index
-        self._attention = PlannedAttention(plan, self.cache, self.padding)
+        self._attention = attention = PlannedAttention(plan, self.cache, self.padding)
         try:
             with self._told(rows):
                 output = self.model(
@@ -82,6 +83,7 @@ class ModelRunner:
                 )
         finally:
             self._attention = None
+        self.attends_by_hand |= attention.is_by_hand
         self.num_forwards += 1
         self.num_positions += plan.num_tokens
         self.num_row_tokens += plan.input_ids.shape[1]

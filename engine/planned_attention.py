@@ -20,6 +20,7 @@ class PlannedAttention:
         self._cache = cache
         self._padding = padding
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
+        self.is_by_hand = False  # no fused kernel had what a layer asked for
 
     def attend(
         self,
@@ -87,6 +88,7 @@ class PlannedAttention:
             if sinks is not None:
                 sinks = sinks.view(num_kv_heads, fold, 1).expand(-1, -1, width)
                 sinks = F.pad(sinks.reshape(num_kv_heads, -1), (0, num_padding))
+            self.is_by_hand = True
             attended = _attend_by_hand(
                 folded, group_keys, group_values, mask, scale, softcap, sinks
             )
@@ -156,5 +158,6 @@ def _attend_by_hand(
     if sinks is not None:
         sink_scores = sinks.float()[None, :, :, None].expand(scores.shape[0], -1, -1, 1)
         scores = torch.cat([scores, sink_scores], dim=-1)
-    weights = torch.softmax(scores, dim=-1).to(values.dtype)
-    return torch.matmul(weights[..., : values.shape[2]], values)
+    weights = torch.softmax(scores, dim=-1)[..., : values.shape[2]]
+    # In float32: of bfloat16 the product adds in an order that depends on the number of keys.
+    return torch.matmul(weights, values.float()).to(values.dtype)

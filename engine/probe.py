@@ -26,6 +26,7 @@ _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.08
 _NUM_LAST = 16
 _NUM_SHARED = 8
+_CROWD_LENGTH = 100  # of each neighbour whose whole prompt shares a forward with the probed row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def _compare(name: str, logits: torch.Tensor, ours: torch.Tensor) -> None:
 
 def probe_guarantee(runner: TargetRunner) -> str:
     """ "bit_exact" if the same tokens gave the same logits to the bit in every company tried:
-    whole, in chunks of many widths, alone, among neighbours; else "rounding"."""
+    whole, in chunks of many widths, alone, among neighbours and their prompts; else
+    "rounding"."""
     vocab_size = runner.model.config.get_text_config().vocab_size
     num_tokens = min(_NUM_PROBE_TOKENS, runner.cache.max_tokens - 1)
     token_ids = sample_token_ids(vocab_size, num_tokens, seed=2)
@@ -94,6 +96,14 @@ def probe_guarantee(runner: TargetRunner) -> str:
     if neighbours and not torch.equal(
         whole, _run(runner, [*neighbours[:1], probed, *neighbours[1:]])
     ):
+        return "rounding"
+    # Prompts share a forward, too: some kernels work otherwise on hundreds of tokens.
+    crowd = [
+        _Feed(sample_token_ids(vocab_size, n, seed=30 + place), [n], n)
+        for place, n in enumerate([min(_CROWD_LENGTH, num_tokens)] * len(neighbours))
+    ]
+    at_once = _Feed(token_ids, [num_tokens], first)
+    if crowd and not torch.equal(whole, _run(runner, [*crowd[:1], at_once, *crowd[1:]])):
         return "rounding"
     return "bit_exact"
 

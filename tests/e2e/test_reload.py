@@ -1,9 +1,10 @@
-"""SIGHUP: a server takes over another price book while it serves."""
+"""SIGHUP: a server takes over another price book, tokens and quotas while it serves."""
 
 import hashlib
 import logging
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -31,20 +32,23 @@ def _prices(ledger: Path) -> list[int]:
         return [row[0] for row in connection.execute(query)]
 
 
-async def test_requests_cost_what_the_book_said_when_they_ran(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    book, ledger = tmp_path / "prices.toml", tmp_path / "ledger.db"
-    book.write_text(_BOOK)
-    settings = ServiceSettings(
+def _settings(tiny_model: Path, ledger: Path, **files: Any) -> ServiceSettings:
+    return ServiceSettings(
         target=str(tiny_model),
         port=0,
         home=tiny_model.parent,
         kv_cache_memory=2e8,
         ledger_url=f"sqlite:///{ledger}",
-        price_book=book,
+        **files,
     )
-    server = assemble(settings)
+
+
+async def test_requests_cost_what_the_book_said_when_they_ran(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    book, ledger = tmp_path / "prices.toml", tmp_path / "ledger.db"
+    book.write_text(_BOOK)
+    server = assemble(_settings(tiny_model, ledger, price_book=book))
     await server.listen()
     server.reload()  # before there is anything to charge
     await server.load()
@@ -66,15 +70,7 @@ async def test_a_reload_takes_over_tokens_and_quotas_and_what_is_served_was_warm
     access = tmp_path / "access.toml"
     digests = [hashlib.sha256(token.encode()).hexdigest() for token in ("old", "new")]
     access.write_text(f'[tenants.a]\ntoken_sha256 = ["{digests[0]}"]\n')
-    settings = ServiceSettings(
-        target=str(tiny_model),
-        port=0,
-        home=tiny_model.parent,
-        kv_cache_memory=2e8,
-        ledger_url=f"sqlite:///{tmp_path / 'ledger.db'}",
-        access_file=access,
-    )
-    server = assemble(settings)
+    server = assemble(_settings(tiny_model, tmp_path / "ledger.db", access_file=access))
     await server.listen()
     await server.load()
 
