@@ -140,7 +140,9 @@ def _show_figures(
     if outcome.cost.HasField("nano_usd"):
         parts.append(f"{outcome.cost.nano_usd / 1e9:.7f} USD")
     guarantee = pb.Guarantee.Name(model.guarantee).removeprefix("GUARANTEE_").lower()
-    parts.append(f"{model.name}, {model.dtype}, {guarantee}")
+    is_quantized = model.quantization not in ("", "none")  # empty: an older server
+    weights = [f"{model.quantization} weights"] if is_quantized else []
+    parts.append(", ".join([model.name, model.dtype, *weights, guarantee]))
     if is_sampled:
         parts.append(f"seed {result.seed}")
     Console(stderr=True).print(" | ".join(parts), style="dim", soft_wrap=True)

@@ -1,6 +1,7 @@
 """The command line: what it prints where, what it refuses, and what it does not load."""
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -82,12 +83,19 @@ async def test_generate_prints_text_to_stdout_and_figures_to_stderr() -> None:
 
 def test_generate_without_a_server_runs_a_private_one(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
-    environment = {"TANDEM_HOME": str(tmp_path), "TANDEM_KV_CACHE_MEMORY": "1e8"}
+    environment = {
+        "TANDEM_HOME": str(tmp_path),
+        "TANDEM_KV_CACHE_MEMORY": "1e8",
+        "TANDEM_DTYPE": "float32",
+        "TANDEM_QUANTIZATION": "int8",
+    }
     arguments = ["generate", "the quick", "--target", str(model), "--max-tokens", "5", "--raw"]
     done = runner.invoke(app, arguments, env=environment)
     assert done.exit_code == 0, done.output
     assert "tokens (" in done.stderr
-    assert (tmp_path / "ledger.db").exists()
+    assert "float32, int8 weights, bit_exact" in done.stderr
+    with sqlite3.connect(tmp_path / "ledger.db") as ledger:
+        assert ledger.execute("SELECT dtype FROM models").fetchall() == [("float32, int8 weights",)]
 
 
 def test_sigterm_ends_training_outside_of_its_steps_with_a_status_to_go_on_after(
