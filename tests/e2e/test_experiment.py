@@ -20,6 +20,7 @@ from service.async_client import AsyncClient
 from service.experiments.guard_rails import Action
 from service.settings import ServiceSettings
 from tests.engine.heads import NUM_LAYERS, config_for, random_head
+from tests.ledger_file import rows_filed
 from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.thorough
@@ -318,7 +319,7 @@ async def test_a_head_in_the_shadow_is_measured_and_drafts_for_nobody(
     server = assemble(_settings(home, tmp_path, heads=(), audit_share=0))
     await server.listen()
     await server.load()
-    found: list[tuple[str, str, int, int]] = []
+    found: list[tuple[object, ...]] = []
     async with AsyncClient(f"127.0.0.1:{server.port}") as client:
         options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "speculation": True}
         results = [await client.generate("the quick", **options).result() for _ in range(3)]
@@ -329,8 +330,7 @@ async def test_a_head_in_the_shadow_is_measured_and_drafts_for_nobody(
         async with asyncio.timeout(60):
             while len(found) < 6:
                 await asyncio.sleep(0.1)
-                with sqlite3.connect(tmp_path / "ledger.db") as connection:
-                    found = connection.execute(query).fetchall()
+                found = rows_filed(tmp_path / "ledger.db", query)
     await server.stop(1.0)
     assert {row[0] for row in found} == {result.request_id for result in results}
     assert {row[1] for row in found} == {"head:chat@0001", "head:chat@0002"}

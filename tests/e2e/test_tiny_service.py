@@ -2,15 +2,14 @@
 
 import asyncio
 import random
-import sqlite3
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 import torch
 
 from service.client_calls import TandemError, build_request
 from tests.e2e.conftest import TinyService
+from tests.ledger_file import rows_filed
 from tests.tiny import EOS_TOKEN_ID, tiny_llama, tiny_tokenizer
 
 PROMPTS = [
@@ -164,7 +163,10 @@ async def test_every_outcome_has_one_ledger_row(tiny_service: TinyService) -> No
             "four", max_tokens=490, temperature=0, request_id="late", timeout_seconds=0.25
         ).result()
     await tiny_service.server.stop(5.0)
-    rows = _rows(tiny_service.ledger, "request_id, outcome, status_code, num_output_tokens")
+    rows = rows_filed(
+        tiny_service.ledger,
+        "SELECT request_id, outcome, status_code, num_output_tokens FROM requests",
+    )
     outcomes = {row[0]: row[1:3] for row in rows}
     assert len(rows) == len(outcomes) == 4
     assert outcomes["done"] == ("completed", "OK")
@@ -180,18 +182,8 @@ async def test_finished_requests_are_audited_in_idle_time(tiny_service: TinyServ
         ).result()
     audited: list[tuple[object, ...]] = []
     for _ in range(200):
-        audited = _audits(tiny_service.ledger)
+        audited = rows_filed(tiny_service.ledger, "SELECT verdict FROM audit_results")
         if len(audited) == 3:
             break
         await asyncio.sleep(0.05)
     assert [verdict for (verdict,) in audited] == ["exact"] * 3
-
-
-def _audits(ledger: Path) -> list[tuple[object, ...]]:
-    with sqlite3.connect(ledger) as connection:
-        return connection.execute("SELECT verdict FROM audit_results").fetchall()
-
-
-def _rows(ledger: Path, columns: str) -> list[tuple[object, ...]]:
-    with sqlite3.connect(ledger) as connection:
-        return connection.execute(f"SELECT {columns} FROM requests").fetchall()  # noqa: S608
