@@ -30,6 +30,12 @@ _TOTAL_COST_SQL = (
     "sum(cost_idle_nano_usd + cost_lost_nano_usd) FROM fact_capacity), 0)) / 1e9"
 )
 
+# Hours first: nanoseconds times nano-USD would not fit into 64 bits.
+_EMBODIED_SQL = (
+    "SELECT sum(wall_nanoseconds / 3.6e12 * embodied_nano_usd_per_hour) / 1e9 "
+    "FROM fact_capacity JOIN dim_price USING (price_key)"
+)
+
 COST = (
     _dollars("Active Cost USD", "Cost Nano USD", "cost_nano_usd", "Of the steps, by request"),
     _dollars("Prefill Cost USD", "Cost Prefill Nano USD", "cost_prefill_nano_usd", "Prompts"),
@@ -68,6 +74,31 @@ COST = (
         _TOTAL_COST_SQL,
         DOLLARS,
         "Price times wall time: active, idle and lost",
+    ),
+    Measure(
+        CAPACITY,
+        "Embodied Cost USD",
+        "Cost",
+        f"""DIVIDE(
+    SUMX(
+        {CAPACITY},
+        DIVIDE({CAPACITY}[Wall Nanoseconds], 3600000000000)
+            * RELATED(Price[Embodied Nano USD Per Hour])
+    ),
+    1000000000
+)""",
+        _EMBODIED_SQL,
+        DOLLARS,
+        "The part of the total cost that the price book names as manufacture",
+    ),
+    Measure(
+        CAPACITY,
+        "Embodied Cost Share",
+        "Cost",
+        "DIVIDE([Embodied Cost USD], [Total Cost USD])",
+        f"SELECT ({_EMBODIED_SQL}) / nullif(({_TOTAL_COST_SQL}), 0)",
+        PERCENT,
+        "Manufacture over the total cost",
     ),
     Measure(
         REQUESTS,

@@ -30,7 +30,14 @@ MACHINE_PAGES = (
         "energy",
         "Energy",
         (
-            *cards("Active Energy Wh", "Idle Energy Wh", "Energy per Token J", "Energy Coverage"),
+            *cards(
+                "Active Energy Wh",
+                "Idle Energy Wh",
+                "Energy per Token J",
+                "Energy Coverage",
+                "Embodied Cost USD",
+                "Embodied Cost Share",
+            ),
             chart(
                 STACKED,
                 "Measured energy (Wh)",

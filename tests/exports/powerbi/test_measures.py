@@ -8,6 +8,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class LedgerRows:
         self.acceptance = self._all(connection, "request_acceptance")
         self.capacity = self._all(connection, "capacity_intervals")
         self.audits = self._all(connection, "audit_results")
+        self.prices = {row["price_key"]: row for row in self._all(connection, "prices")}
         connection.close()
 
     @staticmethod
@@ -66,6 +68,7 @@ def sample(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ledg
         "UPDATE capacity_intervals SET lost_nanoseconds = idle_nanoseconds, idle_nanoseconds = 0,"
         " cost_lost_nano_usd = cost_idle_nano_usd, cost_idle_nano_usd = 0 "
         "WHERE capacity_id % 9 = 0",
+        "UPDATE capacity_intervals SET price_key = NULL WHERE capacity_id % 10 = 0",
     ):
         connection.execute(statement)
     connection.commit()
@@ -114,6 +117,17 @@ def total_cost(ledger: LedgerRows) -> float:
     unused = total(ledger.capacity, "cost_idle_nano_usd")
     unused += total(ledger.capacity, "cost_lost_nano_usd")
     return (total(ledger.requests, "cost_nano_usd") + unused) / 1e9
+
+
+def embodied_cost(ledger: LedgerRows) -> float:
+    """As `tandem ledger stats` has it: of all time, whatever the machine did in it."""
+    of_intervals = (
+        Fraction(row["wall_nanoseconds"], 3_600_000_000_000)
+        * ledger.prices[row["price_key"]]["embodied_nano_usd_per_hour"]
+        for row in ledger.capacity
+        if row["price_key"] is not None
+    )
+    return float(sum(of_intervals)) / 1e9
 
 
 def active_cost(ledger: LedgerRows) -> float:
@@ -175,6 +189,8 @@ EXPECTED: dict[str, Callable[[LedgerRows], Any]] = {
     "Idle Cost USD": lambda x: total(x.capacity, "cost_idle_nano_usd") / 1e9,
     "Lost Cost USD": lambda x: total(x.capacity, "cost_lost_nano_usd") / 1e9,
     "Total Cost USD": total_cost,
+    "Embodied Cost USD": embodied_cost,
+    "Embodied Cost Share": lambda x: embodied_cost(x) / total_cost(x),
     "Cost per Request USD": lambda x: active_cost(x) / len(x.requests),
     "Cost per 1K Tokens USD": lambda x: active_cost(x) / output_tokens(x) * 1e3,
     "Cost per 1M Tokens USD": lambda x: active_cost(x) / output_tokens(x) * 1e6,
