@@ -1,11 +1,12 @@
 """A second form of the export: one Delta table per table, for Fabric and other lakehouses.
 
 It is made from the published files, so it holds what they hold. Every table changes by one
-commit per run, which names the generation; running again after a failure continues where the
-tables are. Readers see each table whole, but for a moment two tables of different generations.
+commit per generation, which names it; running again after a failure continues where the tables
+are, whatever that run has to export itself. Readers see each
+table whole, but for a moment two tables of different generations.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 
 import pyarrow as pa
@@ -24,16 +25,15 @@ from exports.write import ROW_GROUP_ROWS
 GENERATION = "tandem.generation"
 
 
-def publish_delta(target: Target, manifest: Manifest, days: Iterable[date], root: str) -> int:
+def publish_delta(target: Target, manifest: Manifest, root: str) -> int:
     """Bring the Delta tables under `root` to the manifest's generation; returns the commits.
 
-    `days` are the dates that this generation rewrote. A table that is exactly one generation
-    behind gets those dates anew, any other is written whole. Needs the extra `delta`. Raises
+    A table that is exactly one generation behind gets the dates that changed since, any other is
+    written whole. Needs the extra `delta`. Raises
     TargetError when a table cannot be written; the tables written before it keep their commit.
     """
     from deltalake.exceptions import DeltaError
 
-    changed = sorted(days)
     num_commits = 0
     for table in TABLES.values():
         location = f"{root.rstrip('/')}/{table.name}"
@@ -41,8 +41,9 @@ def publish_delta(target: Target, manifest: Manifest, days: Iterable[date], root
             found = _generation(location)
             if found == manifest.generation:
                 continue
-            is_next = found == manifest.generation - 1 and table.kind is TableKind.FACT
-            _write(target, manifest, table, location, changed if is_next else None)
+            is_fact = table.kind is TableKind.FACT
+            days = manifest.changed_since(found) if is_fact else None
+            _write(target, manifest, table, location, days)
             num_commits += 1
         except (DeltaError, OSError, pa.ArrowException) as error:
             raise TargetError(f"cannot write the Delta table {location}: {error}") from error
@@ -60,7 +61,7 @@ def _generation(location: str) -> int | None:
 
 
 def _write(
-    target: Target, manifest: Manifest, table: Table, location: str, days: list[date] | None
+    target: Target, manifest: Manifest, table: Table, location: str, days: Sequence[date] | None
 ) -> None:
     from deltalake import CommitProperties, write_deltalake
 

@@ -23,13 +23,16 @@ from pyarrow import parquet
 
 from exports.columns import UNKNOWN_KEY
 from exports.dimensions import date_key
+from exports.errors import TargetError
 from exports.facts import FACT_CAPACITY, FACT_REQUEST
+from exports.focus_columns import COLUMNS
 from exports.manifest import Manifest
 from exports.schemas import DIM_MODEL, DIM_PRICE, DIM_TENANT, DIM_VARIANT
 from exports.storage import Target
 
 ALLOCATION_METHOD = "step-positions-v1"  # documented in exports/README.md, as FOCUS asks
 SERVICE = "Tandem"
+GENERATION_NAME = "focus_generation.json"  # beside the files: the export that they were made from
 _NANO = Decimal(10) ** 9
 _RATIO_UNITS = 10**12
 _DYNAMIC = "spot"  # the other purchases have a rate that was agreed on: FOCUS calls it Standard
@@ -43,61 +46,6 @@ _SUMMED = (
     "num_draft_tokens",
     "num_accepted_tokens",
 )
-
-COLUMNS = (
-    "BilledCost",
-    "BillingAccountId",
-    "BillingAccountName",
-    "BillingCurrency",
-    "BillingPeriodEnd",
-    "BillingPeriodStart",
-    "ChargeCategory",
-    "ChargeClass",
-    "ChargeDescription",
-    "ChargeFrequency",
-    "ChargePeriodEnd",
-    "ChargePeriodStart",
-    "ConsumedQuantity",
-    "ConsumedUnit",
-    "ContractedCost",
-    "ContractedUnitPrice",
-    "EffectiveCost",
-    "HostProviderName",
-    "InvoiceId",
-    "InvoiceIssuerName",
-    "ListCost",
-    "ListUnitPrice",
-    "PricingCategory",
-    "PricingQuantity",
-    "PricingUnit",
-    "ProviderName",
-    "PublisherName",
-    "ResourceId",
-    "ResourceName",
-    "ResourceType",
-    "ServiceCategory",
-    "ServiceName",
-    "ServiceProviderName",
-    "ServiceSubcategory",
-    "SkuId",
-    "SkuMeter",
-    "SkuPriceDetails",
-    "SkuPriceId",
-    "AllocatedMethodDetails",
-    "AllocatedMethodId",
-    "AllocatedResourceId",
-    "AllocatedResourceName",
-    "AllocatedTags",
-    "x_UnallocatedReason",
-    "x_RequestCount",
-    "x_InputTokens",
-    "x_CachedInputTokens",
-    "x_OutputTokens",
-    "x_DraftTokens",
-    "x_AcceptedTokens",
-    "x_RejectedDraftCost",
-)
-"""Of the file, in order; those that FOCUS does not define begin with x_."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +61,18 @@ def publish_focus(
 ) -> int:
     """Write a CSV file per day under `folder`; returns their number.
 
+    Written are the days that changed since the generation that the folder holds, or all when that
+    is not known, and `days` in any case: what a run did not get to, the next one does.
     account: who runs the service, and so bills, provides and publishes it. A day that is written
     again replaces its file whole. Raises TargetError when a file cannot be read or written.
     """
     out = Target(folder)
     names = _Names(target, manifest)
+    changed = manifest.changed_since(_generation(out))
+    if changed is None:
+        changed = tuple(manifest.dates(FACT_REQUEST.name, FACT_CAPACITY.name))
     written = 0
-    for day in sorted(set(days)):
+    for day in sorted({*days, *changed}):
         rows = list(_day_rows(target, manifest, names, day, account))
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -127,7 +80,16 @@ def publish_focus(
         writer.writerows(rows)
         out.replace(f"focus_cost_and_usage-{day}.csv", text.getvalue().encode())
         written += 1
+    out.replace(GENERATION_NAME, json.dumps({"generation": manifest.generation}).encode() + b"\n")
     return written
+
+
+def _generation(out: Target) -> int | None:
+    content = out.read(GENERATION_NAME)
+    try:
+        return None if content is None else int(json.loads(content)["generation"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TargetError(f"{GENERATION_NAME} cannot be understood: {error!r}") from error
 
 
 class _Names:

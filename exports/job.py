@@ -199,6 +199,7 @@ class _Run:
                 published_at=self._now,
                 recorded_until=self._recorded_until,
                 watermark=until,
+                changed_dates=rewritten,
             )
             self._publish(manifest)
             is_published = True

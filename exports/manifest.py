@@ -35,7 +35,9 @@ class RetiredFile:
 class Manifest:
     """One published version. `generation` counts them from 1; 0 is nothing published yet.
 
-    `recorded_until` is the instant up to which the ledger's rows are covered.
+    `recorded_until` is the instant up to which the ledger's rows are covered. `changed_dates`
+    are those whose rows this generation wrote anew, for what is made from the tables and may be
+    a generation behind; None where an older version published it and did not say.
     """
 
     generation: int = 0
@@ -44,6 +46,7 @@ class Manifest:
     watermark: Watermark = field(default_factory=Watermark)
     tables: dict[str, tuple[DataFile, ...]] = field(default_factory=dict)
     retired: tuple[RetiredFile, ...] = ()
+    changed_dates: tuple[date, ...] | None = None
 
     def day_rows(self, table: str) -> dict[date, int]:
         """Rows of a fact table by date."""
@@ -56,6 +59,16 @@ class Manifest:
     def num_rows(self, table: str) -> int:
         """Rows of a table; 0 for one that has no file."""
         return sum(file.num_rows for file in self.tables.get(table, ()))
+
+    def dates(self, *tables: str) -> set[date]:
+        """The dates that these fact tables have rows of."""
+        return {day for table in tables for day in self.day_rows(table)}
+
+    def changed_since(self, generation: int | None) -> tuple[date, ...] | None:
+        """The dates that differ from an earlier generation; None when that is not known."""
+        if generation == self.generation:
+            return ()
+        return self.changed_dates if generation == self.generation - 1 else None
 
     def paths(self) -> set[str]:
         """All files that the tables use."""
@@ -84,6 +97,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "published_at": _text(manifest.published_at),
         "recorded_until": _text(manifest.recorded_until),
         "watermark": asdict(manifest.watermark),
+        "changed_dates": _texts(manifest.changed_dates),
         "tables": {
             name: {
                 "rows": manifest.num_rows(name),
@@ -133,6 +147,7 @@ def decode_manifest(content: bytes) -> Manifest:
                 RetiredFile(file["path"], datetime.fromisoformat(file["retired_at"]))
                 for file in document["retired"]
             ),
+            changed_dates=_dates(document.get("changed_dates")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TargetError(f"{MANIFEST_NAME} cannot be understood: {error!r}") from error
@@ -152,6 +167,14 @@ def _text(value: date | datetime | None) -> str | None:
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat(timespec="microseconds")
     return None if value is None else value.isoformat()
+
+
+def _texts(days: tuple[date, ...] | None) -> list[str] | None:
+    return None if days is None else [day.isoformat() for day in days]
+
+
+def _dates(texts: list[str] | None) -> tuple[date, ...] | None:
+    return None if texts is None else tuple(date.fromisoformat(text) for text in texts)
 
 
 def _instant(text: str | None) -> datetime | None:

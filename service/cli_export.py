@@ -216,7 +216,7 @@ def _export_once(
             summary = run_export(ledger, out, options, now=now, on_progress=show)
             if delta is not None:
                 target = Target(out)
-                publish_delta(target, read_manifest(target), summary.rewritten_dates, delta)
+                publish_delta(target, read_manifest(target), delta)
             if focus is not None:
                 target = Target(out)
                 publish_focus(target, read_manifest(target), summary.rewritten_dates, *focus)

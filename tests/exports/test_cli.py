@@ -60,7 +60,7 @@ def test_a_focus_file_holds_the_cost_of_each_date(ledger: LedgerFill, tmp_path: 
     assert result.exit_code == 0, result.stderr
     days = [f"{TODAY - timedelta(days=back):%Y-%m-%d}" for back in (1, 0)]
     names = [f"focus_cost_and_usage-{day}.csv" for day in days]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    assert sorted(path.name for path in folder.glob("*.csv")) == names
     costs = []
     for name in names:
         rows = list(csv.DictReader((folder / name).read_text().splitlines()))

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from exports.focus import COLUMNS, publish_focus
+from exports.focus import publish_focus
+from exports.focus_columns import COLUMNS
 from exports.job import run_export
 from exports.manifest import read_manifest
 from exports.storage import Target
@@ -172,13 +173,20 @@ def filled(folder: Path) -> LedgerFill:
     return fill
 
 
-def published(ledger: LedgerFill, folder: Path, days: tuple[date, ...] = (DAY,)) -> list[Row]:
-    run_export(ledger.url, folder / "out", now=NOW)
+def publish(folder: Path, days: tuple[date, ...] = ()) -> int:
     target = Target(folder / "out")
-    num_files = publish_focus(target, read_manifest(target), days, str(folder / "focus"), "Acme")
-    assert num_files == len(days)
-    text = (folder / "focus" / f"focus_cost_and_usage-{days[0]}.csv").read_text()
+    return publish_focus(target, read_manifest(target), days, str(folder / "focus"), "Acme")
+
+
+def rows_of(folder: Path, day: date) -> list[Row]:
+    text = (folder / "focus" / f"focus_cost_and_usage-{day}.csv").read_text()
     return list(csv.DictReader(text.splitlines()))
+
+
+def published(ledger: LedgerFill, folder: Path) -> list[Row]:
+    run_export(ledger.url, folder / "out", now=NOW)
+    publish(folder)
+    return rows_of(folder, DAY)
 
 
 def test_the_file_keeps_the_rules_of_the_specification(rows: list[Row]) -> None:
@@ -244,7 +252,7 @@ def test_a_day_of_a_compacted_month_is_found_and_replaced_whole(
     ledger: LedgerFill, tmp_path: Path
 ) -> None:
     ledger.request(NOON + timedelta(days=40), cost_nano_usd=9)  # March is closed
-    first = published(ledger, tmp_path, (DAY, DAY + timedelta(days=1)))
+    first = published(ledger, tmp_path)
     assert any("month=" in file.name for file in Target(tmp_path / "out").files())
     assert len(first) == 5
     ledger.request(NOON, cost_nano_usd=4)
@@ -253,3 +261,26 @@ def test_a_day_of_a_compacted_month_is_found_and_replaced_whole(
         Decimal(row["BilledCost"]) for row in first
     )
     assert difference * 10**9 == 4
+
+
+def test_days_that_a_run_did_not_get_to_are_made_up_for_by_the_next(
+    ledger: LedgerFill, tmp_path: Path
+) -> None:
+    def export() -> None:
+        run_export(ledger.url, tmp_path / "out", now=NOW)
+
+    export()
+    assert publish(tmp_path) == 2
+    assert publish(tmp_path) == 0
+    assert publish(tmp_path, days=(DAY,)) == 1
+    ledger.request(NOON, cost_nano_usd=4)
+    export()  # it published the tables and was killed before the files
+    assert publish(tmp_path) == 1
+    before = rows_of(tmp_path, DAY)
+    for _ in range(2):  # two of which one wrote no files: what changed is not known any more
+        ledger.request(NOON, cost_nano_usd=5)
+        export()
+    assert publish(tmp_path) == 2
+    assert sum(Decimal(row["BilledCost"]) for row in rows_of(tmp_path, DAY)) * 10**9 == (
+        sum(Decimal(row["BilledCost"]) for row in before) * 10**9 + 10
+    )
