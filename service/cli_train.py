@@ -52,10 +52,9 @@ def data(
 ) -> None:
     """Have the target answer the prompts."""
     with friendly():
-        from engine.training.data_stage import make_data
+        from engine.training.data_stage import answer_prompts
 
-        run = _run(out, recipe, target, threads, changes)
-        make_data(run.folder / "data", run.recipe)
+        answer_prompts(_run(out, recipe, target, threads, changes))
 
 
 @app.command()

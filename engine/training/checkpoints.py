@@ -57,7 +57,7 @@ class CheckpointStore:
 
         def fill(folder: Path) -> None:
             save_head(folder, head, card, is_slim=True)
-            trained = {n: p.detach().contiguous() for n, p in _trained(head)}
+            trained = {n: p.detach().cpu().contiguous() for n, p in _trained(head)}
             save_file(trained, folder / _MASTER)
             save_file(_optimizer_tensors(head, optimizer), folder / _OPTIMIZER)
             content = {name: getattr(state, name) for name in TrainingState.__slots__}
@@ -131,7 +131,7 @@ def _optimizer_tensors(
     states = optimizer.state_dict()["state"]
     names = [name for name, _ in _trained(head)]
     return {
-        f"{names[index]}/{key}": torch.as_tensor(value).contiguous().clone()
+        f"{names[index]}/{key}": torch.as_tensor(value).cpu().contiguous().clone()
         for index, entries in states.items()
         for key, value in entries.items()
     }

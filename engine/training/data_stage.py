@@ -24,6 +24,7 @@ from engine.training.regenerate import (
     regenerate_shard,
     run_requests,
 )
+from engine.training.run import Run
 from engine.training.status import StatusLog, duration
 
 _SHARD_PROMPTS = 160
@@ -31,7 +32,7 @@ _SELF_PROMPTS = "self_prompts.json"
 _SETTINGS = "settings.json"
 
 
-def make_data(folder: Path, recipe: Recipe) -> None:
+def make_data(folder: Path, recipe: Recipe, *, device: str = "auto") -> None:
     """Answer every prompt that has no answer yet.
 
     Raises TrainingError if the folder was begun with other settings.
@@ -41,6 +42,7 @@ def make_data(folder: Path, recipe: Recipe) -> None:
     engine = Engine.from_config(
         EngineConfig(
             target=recipe.target,
+            device=device,
             dtype=recipe.dtype,  # type: ignore[arg-type] # checked by the engine
             max_num_rows=data.num_rows,
             max_model_tokens=data.max_prompt_tokens + data.max_output_tokens + 1,
@@ -77,6 +79,12 @@ def make_data(folder: Path, recipe: Recipe) -> None:
             )
     write_provenance(folder, target_fingerprint=engine.info.fingerprint)
     status.line(f"data | {len(prompts)} prompts answered", is_final=True)
+
+
+def answer_prompts(run: Run) -> None:
+    """RUN/data: every prompt answered, by the main process."""
+    place = str(run.accelerator.device)
+    run.on_main(lambda: make_data(run.folder / "data", run.recipe, device=place))
 
 
 def _check_settings(folder: Path, recipe: Recipe, fingerprint: str) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from engine.drafter.head.model import Eagle3Head
 from engine.training.objectives import Objective, expected_accepted
+from engine.training.precision import mixed_precision
 from engine.training.scores import DraftScores, Teacher, score
 from engine.training.unrolled import Batch, unroll
 
@@ -71,8 +72,6 @@ class Distillation(nn.Module):
 
     def outputs(self, batch: Batch) -> list[torch.Tensor]:
         """Of `unroll`, in the dtype that the teacher's states have."""
-        dtype = self._autocast_dtype
-        device = self.head.device.type
-        with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        with mixed_precision(self.head.device, self._autocast_dtype):
             outputs = unroll(self.head, batch, self.num_steps)
         return [output.to(batch.last.dtype) for output in outputs]

@@ -76,7 +76,7 @@ def score_conversations(
     found = []
     for row in rows:
         features = cache.read(row)
-        batch = make_batch([features])
+        batch = make_batch([features]).to(head.device)
         if not bool((batch.depth_limits > 0).any()):
             continue
         outputs = [output.to(batch.last.dtype) for output in unroll(head, batch, num_steps)]
@@ -102,7 +102,7 @@ def score_conversations(
                 tuple(sum(count for _, count in walk) for walk in walks),
                 tuple(len(walk) for walk in walks),
                 tuple(_reach(is_match, depth + 1) for depth in range(num_steps)),
-                tuple(float(x) for x in reached.cumsum(0).mean(1)),
+                tuple(reached.cumsum(0).mean(1).tolist()),
                 tuple(confidences),
                 tuple(walks[-1]),
                 language_of(features.token_ids[row.num_prompt_tokens :].tolist())

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from engine.drafter.head.calibration import fit_calibration
 from engine.drafter.head.files import load_head
-from engine.training.data_stage import make_data
+from engine.training.data_stage import answer_prompts
 from engine.training.evaluation import ConversationScore, score_conversations
 from engine.training.feature_cache import FeatureCache
 from engine.training.feature_stage import make_features
@@ -46,7 +46,7 @@ class EvaluationSet:
     def make(self) -> None:
         """Answer and capture what is missing."""
         for run in self._runs.values():
-            make_data(run.folder / "data", run.recipe)
+            answer_prompts(run)
             make_features(run)
 
     def score(
@@ -57,7 +57,7 @@ class EvaluationSet:
         for run in self._runs.values():
             target = run.target
             head = load_head(head_folder, target.model, target_fingerprint=target.fingerprint)
-            head.to(dtype=target.model.dtype)
+            head.to(target.model.device, target.model.dtype)
             cache = FeatureCache(run.folder / "features", run.identity)
             with torch.inference_mode():
                 teacher = make_teacher(run, head)

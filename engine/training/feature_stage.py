@@ -9,7 +9,12 @@ from engine.training.status import StatusLog
 
 
 def make_features(run: Run) -> None:
-    """Capture what the target computes over the conversations."""
+    """RUN/features: what the target computes over the conversations, captured by the main
+    process."""
+    run.on_main(lambda: _capture(run))
+
+
+def _capture(run: Run) -> None:
     status = StatusLog(run.folder / "features")
     conversations = list(read_conversations(run.folder / "data"))
     inputs = [

@@ -60,7 +60,8 @@ def head_config(target: PreTrainedModel, name: str, shape: HeadShape) -> HeadCon
 def fresh_head(
     config: HeadConfig, target: PreTrainedModel, vocabulary: Sequence[int], seed: int
 ) -> Eagle3Head:
-    """Random weights from `seed`; embedding and output layer are the target's, and frozen."""
+    """Random weights from `seed`, the same on every device; embedding and output layer are the
+    target's, and frozen. On the target's device."""
     token_ids = torch.tensor(list(vocabulary))
     head = Eagle3Head(config)
     head.set_vocabulary(token_ids)
@@ -70,9 +71,10 @@ def fresh_head(
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
         head.embed_tokens.weight.copy_(embedding_weight(target))
-        head.lm_head.weight.copy_(output_weight(target)[token_ids])
+        rows = output_weight(target)
+        head.lm_head.weight.copy_(rows[token_ids.to(rows.device)])
         last_norm = getattr(target.base_model, "norm", None)
         if last_norm is not None and last_norm.weight.shape == head.norm.weight.shape:
             head.norm.weight.copy_(last_norm.weight)
     head.lm_head.requires_grad_(False)
-    return head
+    return head.to(target.device)

@@ -19,6 +19,7 @@ from engine.training.errors import TrainingError
 from engine.training.evaluation import ConversationScore, score_conversations
 from engine.training.feature_cache import CachedRow, FeatureCache
 from engine.training.initialize import HeadShape, fresh_head, head_config
+from engine.training.precision import mixed_precision
 from engine.training.run import Run
 from engine.training.scores import Teacher
 from engine.training.vocabulary_stage import choose_vocabulary
@@ -49,8 +50,9 @@ def held_out(
 
 
 def make_teacher(run: Run, head: Eagle3Head) -> Teacher:
-    token_ids = head.draft_token_ids
-    return Teacher(output_weight(run.target.model)[token_ids].contiguous(), token_ids)
+    """On the target's device, where the head has to be."""
+    rows, token_ids = output_weight(run.target.model), head.draft_token_ids
+    return Teacher(rows[token_ids].contiguous(), token_ids)
 
 
 @dataclass(frozen=True)
@@ -87,18 +89,14 @@ class Material:
         """Of the held-out conversations that were answered greedily: what T = 0 serving meets."""
         greedy = [row for row in self.rows[1] if row.temperature == 0]
         num_drafts = self.run.recipe.head.num_draft_tokens
-        with torch.autocast(
-            self.head.device.type,
-            dtype=self.autocast_dtype or torch.bfloat16,
-            enabled=self.autocast_dtype is not None,
-        ):
+        with mixed_precision(self.head.device, self.autocast_dtype):
             return score_conversations(
                 self.head, self.teacher, self.cache, greedy or self.rows[1], num_drafts
             )
 
 
 def make_material(run: Run, start: Path | None = None) -> Material:
-    """A fresh head, or that of a folder, and the data to train it on."""
+    """A fresh head, or that of a folder, on the target's device, and the data to train it on."""
     vocabulary = choose_vocabulary(run)
     target, recipe = run.target, run.recipe
     name = relocatable(target.name)
@@ -119,7 +117,7 @@ def make_material(run: Run, start: Path | None = None) -> Material:
         head = fresh_head(config, target.model, vocabulary, recipe.distill.seed)
     else:
         head = load_head(start, target.model, target_fingerprint=target.fingerprint)
-        head.train()
+        head.to(target.model.device).train()
         for name, parameter in head.named_parameters():
             parameter.requires_grad_(name not in ("embed_tokens.weight", "lm_head.weight"))
         card["started_from"] = f"{start.parent.name}/{start.name}"

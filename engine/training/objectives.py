@@ -42,8 +42,9 @@ class Objective:
 
 def _decay(scores: DraftScores) -> torch.Tensor:
     """[K, M] weights 0.8^k, 0 where there is no teacher."""
-    steps = torch.arange(len(scores.is_valid), dtype=torch.float32).unsqueeze(1)
-    return STEP_DECAY**steps * scores.is_valid
+    valid = scores.is_valid
+    steps = torch.arange(len(valid), dtype=torch.float32, device=valid.device).unsqueeze(1)
+    return STEP_DECAY**steps * valid
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

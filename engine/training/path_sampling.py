@@ -12,6 +12,7 @@ from engine.training.scores import Teacher
 from engine.training.trie import pack, states_of
 from engine.training.unrolled import Batch, Unrolling, make_batch
 
+_MIN_NOISE = 1e-30
 _PREFERENCE = 3.0  # contexts where the head is wrong are drawn so much more often
 
 
@@ -55,7 +56,26 @@ def choose_contexts(
     if fewest < 1:
         raise ValueError("a conversation has no position with a teacher for every step")
     weights = usable * torch.where(is_match, 1.0, _PREFERENCE)
-    return torch.multinomial(weights, min(num_contexts, fewest), generator=generator)
+    # The largest keys log w - log(exponential noise) are a draw without replacement in
+    # proportion to w (Efraimidis and Spirakis 2006).
+    noise = -torch.log1p(-_uniform(weights, generator))
+    return (
+        (weights.log() - noise.clamp(min=_MIN_NOISE).log())
+        .topk(min(num_contexts, fewest), dim=1)
+        .indices
+    )
+
+
+def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """In [0, 1): drawn on the processor, so that every device draws the same."""
+    return torch.rand(like.shape, generator=generator).to(like.device)
+
+
+def _categorical(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """[...] indices, each as likely as probs [..., V] says."""
+    heights = probs.double().cumsum(-1)
+    level = _uniform(heights[..., -1:].float(), generator).double() * heights[..., -1:]
+    return torch.searchsorted(heights, level, right=True).squeeze(-1)
 
 
 @torch.no_grad()
@@ -72,12 +92,12 @@ def sample_paths(
     generator: torch.Generator,
 ) -> SampledPaths:
     """num_paths - 1 paths drawn from the tempered head, the continuation in front of them."""
-    batch = _repeat(make_batch(conversations), columns, num_paths)
-    vocabulary = teacher.draft_token_ids
-    index_of = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
-    index_of[vocabulary] = torch.arange(len(vocabulary))
+    device, vocabulary = head.device, teacher.draft_token_ids
+    batch = _repeat(make_batch(conversations).to(device), columns, num_paths)
+    index_of = torch.full((head.config.vocab_size,), -1, dtype=torch.long, device=device)
+    index_of[vocabulary] = torch.arange(len(vocabulary), device=device)
     own = _continuations(batch, num_steps)  # [B, m * S, K]
-    is_own = torch.arange(own.shape[1]) % num_paths == 0
+    is_own = torch.arange(own.shape[1], device=device) % num_paths == 0
     token_ids, tempered = _draw(head, batch, teacher, own, is_own, index_of, temperature, generator)
     num_contexts = columns.numel()
     shaped = token_ids.view(num_contexts, num_paths, num_steps)
@@ -107,8 +127,9 @@ def _repeat(batch: Batch, columns: torch.Tensor, num_paths: int) -> Batch:
 
 def _continuations(batch: Batch, num_steps: int) -> torch.Tensor:
     """[B, A, K]: tokens t + 2 .. t + 1 + K of each anchor."""
-    places = batch.anchors.unsqueeze(-1) + 1 + torch.arange(num_steps)
-    rows = torch.arange(len(batch.anchors)).view(-1, 1, 1)
+    device = batch.anchors.device
+    places = batch.anchors.unsqueeze(-1) + 1 + torch.arange(num_steps, device=device)
+    rows = torch.arange(len(batch.anchors), device=device).view(-1, 1, 1)
     return batch.next_token_ids[rows, places]
 
 
@@ -126,18 +147,17 @@ def _draw(
     unrolling = Unrolling(head, batch)
     fed = unrolling.true_token_ids()
     drawn: list[torch.Tensor] = []
-    total = torch.zeros(fed.shape)
+    total = torch.zeros(fed.shape, device=fed.device)
     weight = head.lm_head.weight
     for step in range(own.shape[-1]):
         output = unrolling.advance(fed)
         logits = torch.matmul(output.to(weight.dtype), weight.t()).float() / temperature
         logprobs = torch.log_softmax(logits, dim=-1)  # [B, A, Vd]
-        flat = torch.multinomial(logprobs.exp().flatten(0, 1), 1, generator=generator)
-        sampled = teacher.draft_token_ids[flat.view(fed.shape)]
+        sampled = teacher.draft_token_ids[_categorical(logprobs.exp(), generator)]
         fed = torch.where(is_own, own[:, :, step], sampled)
         place = index_of[fed]
         found = logprobs.gather(-1, place.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total += torch.where(place >= 0, found, torch.tensor(float("-inf")))
+        total += found.masked_fill(place < 0, float("-inf"))
         drawn.append(fed)
     return torch.stack(drawn, dim=-1), total
 
@@ -160,11 +180,11 @@ def _ask_target(
         contexts = (batch.anchors[row, ::num_paths] + 1).tolist()
         packed = pack(conversation.token_ids[: max(contexts) + 1].tolist(), contexts, paths)
         found = states_of(model, packed)
-        used = torch.tensor(packed.places).flatten()  # [m * S * K]
+        used = torch.tensor(packed.places, device=found.device).flatten()  # [m * S * K]
         needed, place = torch.unique(used, return_inverse=True)
         logits = output_layer(found[needed]).float()
         normalizer = torch.logsumexp(logits, dim=-1)
-        wanted = torch.tensor(paths).flatten()
+        wanted = torch.tensor(paths, device=found.device).flatten()
         logprobs.append(logits[place, wanted] - normalizer[place])
         normalizers.append(normalizer[place])
         states.append(found[needed][place])

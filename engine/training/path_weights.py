@@ -9,6 +9,7 @@ balance heuristic). The objective is that of Variational Speculative Decoding (a
 2602.05774), whose formulas for weights and regularisers are unpublished: those here are ours.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,9 @@ def log_mixture(
     """
     parts = []
     if target_share > 0:
-        parts.append(target_logprobs + torch.log(torch.tensor(target_share)))
+        parts.append(target_logprobs + math.log(target_share))
     if target_share < 1:
-        parts.append(tempered_logprobs + torch.log(torch.tensor(1.0 - target_share)))
+        parts.append(tempered_logprobs + math.log(1.0 - target_share))
     return torch.logsumexp(torch.stack(parts), dim=0)
 
 
@@ -58,7 +59,7 @@ def importance_weights(
     """
     log_ratio = target_logprobs - proposal_logprobs
     if uses_correction:
-        bound = torch.log(torch.tensor(clip))
+        bound = math.log(clip)
         centre = log_ratio.mean(-1, keepdim=True)
         log_ratio = centre + (log_ratio - centre).clamp(-bound, bound)
     else:
@@ -88,11 +89,12 @@ def chain_moves(
     """
     num_contexts, num_paths = log_desired.shape
     log_ratio = log_desired - proposal_logprobs
-    place = torch.arange(num_paths).expand(num_contexts, num_paths).clone()
+    device = log_ratio.device
+    place = torch.arange(num_paths, device=device).expand(num_contexts, num_paths).clone()
     for _ in range(num_moves):
-        proposed = torch.randint(num_paths, place.shape, generator=generator)
+        proposed = torch.randint(num_paths, place.shape, generator=generator).to(device)
         gain = log_ratio.gather(1, proposed) - log_ratio.gather(1, place)
-        accepted = torch.rand(place.shape, generator=generator).log() < gain
+        accepted = torch.rand(place.shape, generator=generator).to(device).log() < gain
         place = torch.where(accepted, proposed, place)
     counts = torch.zeros_like(log_desired).scatter_add_(1, place, torch.ones_like(log_desired))
     return counts / num_paths
@@ -121,7 +123,8 @@ class RejectionBalance:
     def weights(self, first_rejection: torch.Tensor) -> torch.Tensor:
         """[K] for a batch whose probabilities of a first rejection are [..., K]; learns them."""
         seen = first_rejection.reshape(-1, first_rejection.shape[-1]).mean(0)
-        self.frequency = _FREQUENCY_FADE * self.frequency + (1 - _FREQUENCY_FADE) * seen
+        known = self.frequency.to(seen.device)
+        self.frequency = _FREQUENCY_FADE * known + (1 - _FREQUENCY_FADE) * seen
         balance = (len(self.frequency) * self.frequency.clamp(min=_MIN_FREQUENCY)).rsqrt()
         return balance.clamp(*_ARW_RANGE)
 

@@ -28,6 +28,7 @@ def make_plan(run: Run, budget_seconds: float) -> dict[str, Any]:
     engine = Engine.from_config(
         EngineConfig(
             target=recipe.target,
+            device=str(run.accelerator.device),
             dtype=recipe.dtype,  # type: ignore[arg-type] # checked by the engine
             max_num_rows=recipe.data.num_rows,
             max_model_tokens=recipe.data.max_prompt_tokens + recipe.data.max_output_tokens + 1,
@@ -83,7 +84,7 @@ def _train_rate(run: Run, features: list[Any], size: int) -> float:
     dtype = None if model.dtype.itemsize == 4 else model.dtype
     objective = find_objective(run.recipe.distill.objective)
     module = Distillation(head, teacher, objective, run.recipe.head.num_draft_tokens, dtype)
-    batch = make_batch(features)
+    batch = make_batch(features).to(head.device)
     module(batch).backward()
     started = time.monotonic()
     for _ in range(_PROBE_STEPS):

@@ -1,13 +1,16 @@
 """A run folder, and what its stages share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from engine.drafter.head.tap import default_captured_layers
 from engine.loader import LoadedModel, load_model
+from engine.training.errors import TrainingError
 from engine.training.recipe import Recipe
 
 
@@ -41,3 +44,24 @@ class Run:
             "dtype": str(self.target.model.dtype).removeprefix("torch."),
             "captured_layers": list(self.captured_layers),
         }
+
+    def on_main(self, make: Callable[[], None]) -> None:
+        """Have the main process make files that all read; the others wait until they are there.
+
+        What it raises is raised there; in the others TrainingError says the same, so that
+        nobody waits for ever.
+        """
+        accelerator = self.accelerator
+        told: list[str | None] = [None]
+        failure: Exception | None = None
+        if accelerator.is_main_process:
+            try:
+                make()
+            except Exception as error:
+                failure, told = error, [str(error)]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(told)
+        if failure is not None:
+            raise failure
+        if told[0] is not None:
+            raise TrainingError(told[0])

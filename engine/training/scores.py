@@ -59,7 +59,7 @@ def score(
     rows = batch.teacher_rows[chosen]  # [M]
     limits = batch.depth_limits[chosen]
     states = torch.stack([output[chosen] for output in outputs])  # [K, M, H]
-    steps = torch.arange(len(outputs)).unsqueeze(1)
+    steps = torch.arange(len(outputs), device=limits.device).unsqueeze(1)
     is_valid = steps < limits
     teacher_rows = (rows + steps).clamp(max=len(batch.last) - 1)  # [K, M]
     cross_entropy, overlap, is_match, confidence = _Scores.apply(  # type: ignore[no-untyped-call]
@@ -94,9 +94,10 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         num_steps, num_anchors, _ = states.shape
         shape = (num_steps, num_anchors)
-        cross_entropy, overlap = torch.zeros(shape), torch.zeros(shape)
-        confidence = torch.zeros(shape)
-        is_match = torch.zeros(shape, dtype=torch.bool)
+        device = states.device
+        cross_entropy = torch.zeros(shape, device=device)
+        overlap, confidence = torch.zeros_like(cross_entropy), torch.zeros_like(cross_entropy)
+        is_match = torch.zeros(shape, dtype=torch.bool, device=device)
         by_cross_entropy = torch.zeros_like(states) if states.requires_grad else None
         by_overlap = (
             torch.zeros_like(states) if states.requires_grad and needs_overlap_gradient else None

@@ -164,7 +164,7 @@ class Trainer:
             batch = make_batch(
                 [self._cache.read(row) for row in self._order[index]],
                 has_prompt_anchors=settings.has_prompt_anchors,
-            )
+            ).to(self._module.head.device)
             is_last = number == share - 1
             if is_last or accelerator.num_processes == 1:
                 (self._wrapped(batch) / share).backward()

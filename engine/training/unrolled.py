@@ -10,7 +10,7 @@ output; on demand all positions. Others give keys and values only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,14 @@ class Batch:
     best_token_ids: torch.Tensor  # [N]
     token_ids: torch.Tensor  # [N]
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
 
 def make_batch(conversations: Sequence[Features], *, has_prompt_anchors: bool = False) -> Batch:
-    """Conversations need two output tokens at least; shorter ones have no anchor.
+    """On the processor, as the conversations. They need two output tokens at least; shorter ones
+    have no anchor.
 
     has_prompt_anchors adds the positions before: what the target would say there teaches too,
     and costs no answer.

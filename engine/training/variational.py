@@ -39,6 +39,7 @@ from engine.training.objectives import Objective
 from engine.training.path_loss import PathReport, path_loss
 from engine.training.path_sampling import SampledPaths, choose_contexts, sample_paths
 from engine.training.path_weights import RejectionBalance, confidence_penalty
+from engine.training.precision import mixed_precision
 from engine.training.recipe import VariationalRecipe
 from engine.training.scores import DraftScores, Teacher
 from engine.training.status import StatusLog
@@ -152,12 +153,12 @@ class VariationalTrainer:
         generator: torch.Generator,
     ) -> SampledPaths:
         recipe = self._recipe
-        batch = make_batch(conversations)
-        is_match = torch.zeros(batch.anchors.shape, dtype=torch.bool)
+        batch = make_batch(conversations).to(self._head.device)
+        is_match = torch.zeros_like(batch.anchors, dtype=torch.bool)
         is_match[batch.depth_limits > 0] = scores.is_match[0]
         per_row = max(1, recipe.contexts_per_batch // len(conversations))
         columns = choose_contexts(batch, is_match, per_row, self._num_steps, generator)
-        with self._autocast():
+        with mixed_precision(self._head.device, self._autocast_dtype):
             return sample_paths(
                 snapshot,
                 self._teacher,
@@ -174,19 +175,12 @@ class VariationalTrainer:
         self, paths: SampledPaths, generator: torch.Generator
     ) -> tuple[torch.Tensor, PathReport]:
         flat = paths.token_ids.view(*paths.batch.anchors.shape, self._num_steps)
-        with self._autocast():
+        with mixed_precision(self._head.device, self._autocast_dtype):
             outputs = unroll(self._head, paths.batch, self._num_steps, flat)
             states = torch.stack([output.flatten(0, 1) for output in outputs])  # [K, R, H]
             logits = torch.matmul(states, self._head.lm_head.weight.t())
         return path_loss(
             logits.float(), paths, self._teacher, self._recipe, self._balance, generator
-        )
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self._head.device.type,
-            dtype=self._autocast_dtype or torch.bfloat16,
-            enabled=self._autocast_dtype is not None,
         )
 
     def _end_of_round(
@@ -239,7 +233,8 @@ class _TeacherPath:
         self._module = Distillation(head, teacher, objective, num_steps, autocast_dtype)
 
     def __call__(self, conversations: list[Features]) -> tuple[torch.Tensor, DraftScores]:
-        scores = self._module.scores(make_batch(conversations), needs_confidence_gradient=True)
+        batch = make_batch(conversations).to(self._module.head.device)
+        scores = self._module.scores(batch, needs_confidence_gradient=True)
         return self._module.objective.loss(scores), scores
 
 

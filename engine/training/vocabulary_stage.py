@@ -6,6 +6,7 @@ mean.
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -23,10 +24,14 @@ from engine.training.vocabulary import (
 
 
 def choose_vocabulary(run: Run) -> list[int]:
-    """The draft vocabulary of the run: chosen once, then kept for the life of its heads."""
+    """The draft vocabulary of the run: chosen once, by the main process, then kept for the life
+    of its heads."""
     path = run.folder / "vocabulary.json"
-    if path.exists():
-        return [int(token_id) for token_id in json.loads(path.read_text())["token_ids"]]
+    run.on_main(lambda: None if path.exists() else _choose(run, path))
+    return [int(token_id) for token_id in json.loads(path.read_text())["token_ids"]]
+
+
+def _choose(run: Run, path: Path) -> None:
     share = run.recipe.data.held_out_share
     conversations = list(read_conversations(run.folder / "data"))
     vocab_size = run.target.model.config.get_text_config().vocab_size
@@ -45,7 +50,6 @@ def choose_vocabulary(run: Run) -> list[int]:
             "token_ids": chosen.tolist(),
         },
     )
-    return [int(token_id) for token_id in chosen]
 
 
 def _size_by_cost(run: Run, counts: torch.Tensor, out: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from engine.drafter.head.file_names import CARD
 from engine.drafter.head.files import read_card
 from engine.training import atomic_files, report
-from engine.training.data_stage import make_data
+from engine.training.data_stage import answer_prompts
 from engine.training.errors import TrainingError
 from engine.training.evaluation import (
     greedy_acceptance_length,
@@ -35,7 +35,7 @@ def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
     held-out acceptance length lies in RUN/head. Returns the comparison, written beside it."""
     if budget_seconds is not None:
         run.recipe = _fit(run, budget_seconds)
-    make_data(run.folder / "data", run.recipe)
+    answer_prompts(run)
     make_features(run)
     distilled = distill(run)
     heads = {"distilled": distilled, "variational": variational(run, distilled)}
@@ -55,7 +55,7 @@ def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
         material = make_material(run, folder)
         cache = FeatureCache(run.folder / "features", run.identity)
         rows = held_out(cache.rows, run.recipe.data.held_out_share)[1]
-        head = material.head.to(dtype=run.target.model.dtype)
+        head = material.head.to(run.target.model.dtype)
         teacher = make_teacher(run, head)
         greedy = [row for row in rows if row.temperature == 0] or rows
         scores[name] = (
