@@ -34,8 +34,6 @@ from exports.sample.trace import read_traces
 from exports.sample.traffic import BEGIN, NUM_DAYS
 from exports.storage import Target
 
-SAMPLE_END = BEGIN + timedelta(days=NUM_DAYS + 1)
-
 app = typer.Typer(help="Publish the ledger as Parquet tables.")
 
 
@@ -108,7 +106,13 @@ def export(
     ] = "Tandem",
     sample: Annotated[
         Sample | None,
-        typer.Option(help="Publish 90 invented days of traffic instead of a ledger."),
+        typer.Option(help="Publish invented days of traffic instead of a ledger."),
+    ] = None,
+    sample_days: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=NUM_DAYS, help="So many of the sample's days.", show_default=str(NUM_DAYS)
+        ),
     ] = None,
     trace_folder: Annotated[
         Path,
@@ -123,7 +127,12 @@ def export(
     """
     if sample is not None:
         _refuse_beside_sample(full=full, since=since, watch=watch, delta=delta, focus=focus)
-        raise typer.Exit(_exit_code(lambda: _export_sample(out, trace_folder, metrics_file)))
+        num_days = sample_days or NUM_DAYS
+        raise typer.Exit(
+            _exit_code(lambda: _export_sample(out, trace_folder, num_days, metrics_file))
+        )
+    if sample_days is not None:
+        raise typer.BadParameter("needs --sample", param_hint="--sample-days")
     options = ExportOptions(
         full=full,
         since=_date(since),
@@ -169,15 +178,16 @@ def _exit_code(run: Callable[[], None]) -> int:
     return 0
 
 
-def _export_sample(out: str, trace_folder: Path, metrics_file: Path | None) -> None:
+def _export_sample(out: str, trace_folder: Path, num_days: int, metrics_file: Path | None) -> None:
     if read_manifest(Target(out)).generation:
         raise TargetError(f"{out} holds an export already; a sample needs a place of its own")
     traces = read_traces(trace_folder)
     with tempfile.TemporaryDirectory(prefix="tandem-sample-") as folder:
         ledger = Path(folder) / "ledger.db"
-        typer.echo("Writing 90 days of sample traffic...", err=True)
-        write_sample_ledger(ledger, traces)
-        _export_once(f"sqlite:///{ledger}", out, ExportOptions(), metrics_file, now=SAMPLE_END)
+        typer.echo(f"Writing {num_days} days of sample traffic...", err=True)
+        write_sample_ledger(ledger, traces, num_days)
+        end = BEGIN + timedelta(days=num_days + 1)
+        _export_once(f"sqlite:///{ledger}", out, ExportOptions(), metrics_file, now=end)
 
 
 def _export_once(
