@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ _Target = Annotated[str | None, typer.Option(help="folder or hub id of the targe
 _Changes = Annotated[list[str] | None, typer.Argument(help="section.key=value")]
 _Threads = Annotated[int | None, typer.Option(help="threads; None leaves torch's choice")]
 _DEFAULT_SELF_PROMPTS = 2000
+_MAX_STAGE_DAYS = 7  # what other processes wait while one makes the data
 
 
 @app.command()
@@ -39,7 +41,8 @@ def plan(
         from engine.training.planning import make_plan
 
         run = _run(out, recipe, target, threads, changes)
-        typer.echo(json.dumps(make_plan(run, _seconds(budget)), indent=2))
+        seconds = _seconds(budget)
+        run.on_main(lambda: typer.echo(json.dumps(make_plan(run, seconds), indent=2)))
 
 
 @app.command()
@@ -84,7 +87,8 @@ def distill(
     with friendly():
         from engine.training.stages import distill as run_distill
 
-        typer.echo(run_distill(_run(out, recipe, target, threads, changes)))
+        started = _run(out, recipe, target, threads, changes)
+        _say(started, str(run_distill(started)))
 
 
 @app.command()
@@ -100,7 +104,8 @@ def variational(
     with friendly():
         from engine.training.stages import variational as run_variational
 
-        typer.echo(run_variational(_run(out, recipe, target, threads, changes), start))
+        started = _run(out, recipe, target, threads, changes)
+        _say(started, str(run_variational(started, start)))
 
 
 @app.command()
@@ -120,7 +125,7 @@ def control(
         from engine.training.stages import control as run_control
 
         run = _run(out, recipe, target, threads, changes)
-        typer.echo(run_control(run, start, objective, steps, minutes))
+        _say(run, str(run_control(run, start, objective, steps, minutes)))
 
 
 @app.command()
@@ -169,7 +174,7 @@ def run(
 
         started = _run(out, recipe, target, threads, changes)
         seconds = _seconds(budget) if budget is not None else None
-        typer.echo(json.dumps(train_whole(started, seconds), indent=2))
+        _say(started, json.dumps(train_whole(started, seconds), indent=2))
 
 
 def _evaluate(
@@ -200,8 +205,11 @@ def _evaluate(
             f"data.max_conversations={max_conversations}",
         ],
     )
-    evaluation = EvaluationSet(out, recipe, recipe.data.prompts, _accelerator(threads))
+    accelerator = _accelerator(threads)
+    evaluation = EvaluationSet(out, recipe, recipe.data.prompts, accelerator)
     evaluation.make()
+    if not accelerator.is_main_process:
+        return
     found = evaluate_heads(evaluation, names, draft_tokens)
     sign_heads(found, names)
     atomic_files.write_json(out / "evaluation.json", found)
@@ -215,6 +223,11 @@ def sign_heads(evaluation: dict[str, Any], heads: Mapping[str, Path]) -> None:
 
     for name, folder in heads.items():
         evaluation["heads"][name]["fingerprint"] = head_fingerprint(folder)
+
+
+def _say(run: "Run", text: str) -> None:
+    if run.accelerator.is_main_process:
+        typer.echo(text)
 
 
 def _label(folder: Path) -> str:
@@ -255,10 +268,12 @@ def _recipe(path: Path | None, target: str | None, changes: list[str]) -> "Recip
 def _accelerator(threads: int | None) -> Any:
     import torch
     from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return Accelerator(cpu=not torch.cuda.is_available())
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=_MAX_STAGE_DAYS))
+    return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
 
 
 def _seconds(text: str) -> float:

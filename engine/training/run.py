@@ -22,6 +22,7 @@ class Run:
     recipe: Recipe
     accelerator: Accelerator
     _target: LoadedModel | None = None
+    _makes_alone: bool = False
 
     @property
     def target(self) -> LoadedModel:
@@ -48,19 +49,23 @@ class Run:
     def on_main(self, make: Callable[[], None]) -> None:
         """Have the main process make files that all read; the others wait until they are there.
 
-        What it raises is raised there; in the others TrainingError says the same, so that
-        nobody waits for ever.
+        Within make nobody is waited for. What it raises is raised there; in the others
+        TrainingError says the same, so that nobody waits for ever.
         """
-        accelerator = self.accelerator
+        if self.accelerator.num_processes == 1 or self._makes_alone:
+            make()
+            return
         told: list[str | None] = [None]
         failure: Exception | None = None
-        if accelerator.is_main_process:
+        if self.accelerator.is_main_process:
+            self._makes_alone = True
             try:
                 make()
             except Exception as error:
                 failure, told = error, [str(error)]
-        if accelerator.num_processes > 1:
-            broadcast_object_list(told)
+            finally:
+                self._makes_alone = False
+        broadcast_object_list(told)
         if failure is not None:
             raise failure
         if told[0] is not None:

@@ -46,9 +46,8 @@ def train(
         run.accelerator,
     )
     state = trainer.run(max_seconds=max_minutes * 60 or None)
-    if run.accelerator.is_main_process:
-        told = json.loads(json.dumps(settings, default=plain))
-        write_provenance(folder, settings=told, seconds=state.seconds)
+    told = json.loads(json.dumps(settings, default=plain))
+    run.on_main(lambda: write_provenance(folder, settings=told, seconds=state.seconds))
     best = trainer.best_folder
     if best is None:
         raise TrainingError(f"{folder}: no checkpoint was written")
@@ -90,14 +89,10 @@ def distill(run: Run) -> Path:
 def variational(run: Run, start: Path) -> Path:
     """The variational stage from a distilled head; the folder of the best checkpoint.
 
-    Raises TrainingError for sampled paths in several processes, which are not supported.
+    Raises TrainingError where check_level does.
     """
+    check_level(run)
     recipe = run.recipe.variational
-    if recipe.level == "sampled" and run.accelerator.num_processes > 1:
-        raise TrainingError(
-            f"variational.level: sampled paths take one process, not "
-            f"{run.accelerator.num_processes}; run this stage alone, or with level path"
-        )
     material = make_material(run, start)
     objective = "path" if recipe.level == "path" else recipe.teacher_objective
     if recipe.level == "path":
@@ -125,6 +120,15 @@ def variational(run: Run, start: Path) -> Path:
     if best is None:
         raise TrainingError(f"{run.folder}/variational: no checkpoint was written")
     return best
+
+
+def check_level(run: Run) -> None:
+    """Raise TrainingError for sampled paths in several processes, which are not supported."""
+    if run.recipe.variational.level == "sampled" and run.accelerator.num_processes > 1:
+        raise TrainingError(
+            f"variational.level: sampled paths take one process, not "
+            f"{run.accelerator.num_processes}; run this stage alone, or with level path"
+        )
 
 
 def control(run: Run, start: Path, objective: str, num_steps: int, max_minutes: float) -> Path:

@@ -122,16 +122,17 @@ class Trainer:
             state = self._checkpoint(state, time.monotonic())
         previous = [signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)]
         begun = time.monotonic() - state.seconds
+        is_over = _is_over(state.seconds, max_seconds)
         try:
-            while state.step < settings.num_steps and not _is_over(state.seconds, max_seconds):
+            while state.step < settings.num_steps and not is_over:
                 self._step(state.step, begun)
                 seconds = time.monotonic() - begun
                 state = replace(state, step=state.step + 1, seconds=seconds)
-                is_over = _is_over(seconds, max_seconds)
-                is_last = state.step == settings.num_steps or is_over or self._is_stopping
+                is_over, is_stopping = self._any(_is_over(seconds, max_seconds), self._is_stopping)
+                is_last = state.step == settings.num_steps or is_over or is_stopping
                 if is_last or state.step % settings.evaluate_every == 0:
                     state = self._checkpoint(state, begun)
-                if self._is_stopping:
+                if is_stopping:
                     raise StoppedError
         finally:
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
@@ -151,6 +152,14 @@ class Trainer:
         if self._is_stopping:
             raise SystemExit(1)
         self._is_stopping = True
+
+    def _any(self, *flags: bool) -> list[bool]:
+        """What one process says holds for all: each has a clock and hears signals of its own, and
+        one that took no further step would leave the others waiting for it."""
+        if self._accelerator.num_processes == 1:
+            return list(flags)
+        told = torch.tensor(flags, dtype=torch.int32, device=self._accelerator.device)
+        return [count > 0 for count in self._accelerator.reduce(told, "sum").tolist()]
 
     def _step(self, step: int, begun: float) -> None:
         settings, accelerator = self._settings, self._accelerator
@@ -185,7 +194,7 @@ class Trainer:
         cond = " ".join(f"{value:.2f}" for value in report.greedy_accept_cond)
         self._status.line(
             f"{settings.objective} {100 * (step + 1) / settings.num_steps:.0f}% | "
-            f"step {step + 1}/{settings.num_steps} | tau(batch) {report.acceptance_length:.2f} | "
+            f"tau(batch) {report.acceptance_length:.2f} | step {step + 1}/{settings.num_steps} | "
             f"accept {cond} | loss {report.loss:.3f} | ETA {duration(left)}"
         )
 

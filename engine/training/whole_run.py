@@ -24,15 +24,17 @@ from engine.training.language import language_reader
 from engine.training.material import held_out, make_material, make_teacher
 from engine.training.planning import make_plan
 from engine.training.run import Run
-from engine.training.stages import control, distill, spent_minutes, variational
+from engine.training.stages import check_level, control, distill, spent_minutes, variational
 
 _STEPS_WITHOUT_END = 1_000_000
 _LEAST_MINUTES = 1 / 60
+_COMPARISON = "comparison.json"
 
 
 def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
     """Data, features, distillation, the variational stage and its controls; the best head by
     held-out acceptance length lies in RUN/head. Returns the comparison, written beside it."""
+    check_level(run)
     if budget_seconds is not None:
         run.recipe = _fit(run, budget_seconds)
     answer_prompts(run)
@@ -48,6 +50,12 @@ def train_whole(run: Run, budget_seconds: float | None) -> dict[str, Any]:
 
 def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
     """Score the heads on the held-out conversations and keep the best in RUN/head."""
+    run.on_main(lambda: _compare_and_keep(run, heads))
+    found: dict[str, Any] = json.loads((run.folder / _COMPARISON).read_text())
+    return found
+
+
+def _compare_and_keep(run: Run, heads: dict[str, Path]) -> None:
     num_drafts = run.recipe.head.num_draft_tokens
     languages = language_reader(run.target.tokenizer)
     scores = {}
@@ -73,13 +81,12 @@ def compare_and_keep(run: Run, heads: dict[str, Path]) -> dict[str, Any]:
     }
     best = max(lengths, key=lambda name: lengths[name])
     found = {"best": best, "heads": reports, "comparisons": report.compare(scores, num_drafts)}
-    atomic_files.write_json(run.folder / "comparison.json", found)
     try:
         report.draw(run.folder / "comparison.png", reports)
     except TrainingError as error:
         found["picture"] = str(error)
     keep_head(run.folder / "head", heads[best], calibration_of(scores[best][0]), reports[best])
-    return found
+    atomic_files.write_json(run.folder / _COMPARISON, found)
 
 
 def keep_head(
@@ -100,14 +107,19 @@ def _fit(run: Run, budget_seconds: float) -> Any:
     """The recipe with as much of everything as the budget allows."""
     recipe = run.recipe
     path = run.folder / "plan.json"
-    # A run that goes on keeps its plan: measured anew it would be another run's.
-    plan = json.loads(path.read_text()) if path.exists() else make_plan(run, budget_seconds)
+
+    def measure() -> None:
+        # A run that goes on keeps its plan: measured anew it would be another run's.
+        if not path.exists():
+            atomic_files.write_json(path, make_plan(run, budget_seconds))
+
+    run.on_main(measure)
+    plan = json.loads(path.read_text())
     if plan["budget_seconds"] != budget_seconds:
         raise TrainingError(
             f"budget: the run in {run.folder} was begun with {plan['budget_seconds']} seconds, "
             f"not {budget_seconds}; go on with those, or begin another"
         )
-    atomic_files.write_json(path, plan)
     per_answer = max(1, recipe.data.max_output_tokens // 2)
     count = max(24, plan["output_tokens"] // per_answer)
     minutes = plan["seconds"]["distill"] / 60

@@ -30,7 +30,6 @@ from engine.training.trainer import TrainSettings
 from tests.engine.driver import request, run
 from tests.engine.head.heads import deep_tiny_llama
 from tests.engine.training.tiny_run import prepared_run, tiny_recipe
-from tests.ports import free_port
 
 pytestmark = pytest.mark.thorough
 
@@ -215,45 +214,6 @@ def test_a_head_that_knows_a_conversation_by_heart_drafts_it_in_the_engine(
     accepted = sum(stats.num_accepted_tokens for stats in outcome.stats.values())
     rounds = sum(stats.num_verify_steps for stats in outcome.stats.values())
     assert 1 + accepted / rounds > 0.9 * 4
-
-
-def _distributed(rank: int, folder: Path, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
-    )
-    torch.set_num_threads(1)
-    from accelerate import Accelerator
-
-    from engine.training.run import Run
-
-    run_ = Run(folder / "run", tiny_recipe(folder), Accelerator(cpu=True))
-    assert run_.accelerator.num_processes == 2
-    train(make_material(run_), "two", replace(SETTINGS, batches_per_step=2))
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
-    run_ = prepared_run(tmp_path)
-    train(make_material(run_), "one", replace(SETTINGS, batches_per_step=2))
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    processes = [
-        context.Process(target=_distributed, args=(rank, tmp_path, port)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    one = weights(run_.folder / "one" / "step-000010")
-    two = weights(run_.folder / "two" / "step-000010")
-    for name, tensor in one.items():
-        assert torch.allclose(tensor, two[name], atol=1e-5), name
 
 
 @pytest.mark.parametrize(
