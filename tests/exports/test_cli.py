@@ -2,11 +2,15 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from datetime import UTC, datetime, timedelta
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,6 +18,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from exports.errors import LockedError, ReconciliationError, SourceError, TargetError
+from exports.extract import LedgerSource
+from exports.job import ExportOptions, Progress, run_export
+from exports.ledger_facts import DayTotals
 from exports.lock import exclusive
 from exports.manifest import read_manifest
 from exports.storage import Target
@@ -91,8 +98,68 @@ def test_exit_codes_tell_failures_apart(ledger: LedgerFill, tmp_path: Path) -> N
     with exclusive(Target(out), 0):
         locked = tandem("export", "--out", out, "--ledger", ledger.url)
     assert locked.exit_code == LockedError.exit_code
+    assert "another export is writing" in locked.stderr
     kinds = (LockedError, SourceError, TargetError, ReconciliationError)
-    assert len({kind.exit_code for kind in kinds}) == len(kinds)
+    assert [kind.exit_code for kind in kinds] == [3, 4, 5, 6]
+
+
+@pytest.mark.thorough
+def test_tables_that_would_differ_from_the_ledger_are_not_published(
+    ledger: LedgerFill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    tandem("export", "--out", str(out), "--ledger", ledger.url)
+    ledger.request(TODAY, cost_nano_usd=5)
+    totals_of = LedgerSource.day_totals
+
+    def a_nano_dollar_less(self: LedgerSource, day: date, until: int) -> DayTotals:
+        totals = totals_of(self, day, until)
+        return replace(totals, cost_nano_usd=totals.cost_nano_usd - 1)
+
+    monkeypatch.setattr(LedgerSource, "day_totals", a_nano_dollar_less)
+    metrics = tmp_path / "export.prom"
+    result = tandem(
+        *("export", "--out", str(out), "--ledger", ledger.url, "--metrics-file", str(metrics))
+    )
+    assert result.exit_code == ReconciliationError.exit_code
+    assert "cost_nano_usd" in result.stderr
+    assert f"tandem_export_exit_code {result.exit_code}" in metrics.read_text().splitlines()
+    assert read_manifest(Target(out)).num_rows("fact_request") == 1
+
+
+@pytest.mark.thorough
+def test_a_terminal_shows_how_far_it_is(ledger: LedgerFill, tmp_path: Path) -> None:
+    ledger.request(TODAY - timedelta(days=1))
+    ledger.interval(TODAY)
+    command = ("export", "--out", str(tmp_path / "out"), "--ledger", ledger.url)
+    shown = tandem(*command, "--workers", "1", FORCE_COLOR="1", COLUMNS="120")
+    assert shown.exit_code == 0, shown.stderr
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.stderr)
+    assert "Exporting" in text
+    assert "3/3 days, 2 requests" in text  # two of requests, one of capacity
+    # A log file gets the result alone.
+    assert "Exporting" not in tandem(*command, "--full").stderr
+
+
+@pytest.mark.thorough
+def test_of_two_runs_at_once_one_leaves_or_waits(ledger: LedgerFill, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    is_running, may_end = threading.Event(), threading.Event()
+
+    def hold(_: Progress) -> None:
+        is_running.set()
+        may_end.wait()
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(run_export, ledger.url, out, on_progress=hold)
+        is_running.wait()
+        leaves = tandem("export", "--out", str(out), "--ledger", ledger.url)
+        options = ExportOptions(wait_seconds=60, full=True)
+        waits = pool.submit(run_export, ledger.url, out, options)
+        may_end.set()
+    assert leaves.exit_code == LockedError.exit_code
+    assert first.result().generation == 1
+    assert waits.result().rewritten_dates == (TODAY.date(),)
 
 
 def test_a_ledger_of_another_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
