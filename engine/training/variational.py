@@ -35,7 +35,7 @@ from engine.training.evaluation import (
     served_acceptance_length,
 )
 from engine.training.feature_cache import CachedRow, FeatureCache
-from engine.training.objectives import Objective
+from engine.training.objectives import Objective, expected_accepted
 from engine.training.path_loss import PathReport, path_loss
 from engine.training.path_sampling import SampledPaths, choose_contexts, sample_paths
 from engine.training.path_weights import RejectionBalance, confidence_penalty
@@ -111,7 +111,7 @@ class VariationalTrainer:
             # Learnt anew in each round: a resumed stage has nothing of the rounds before.
             self._balance = RejectionBalance(self._num_steps)
             for step in range(recipe.steps_per_round):
-                self._step(snapshot, number, step, learning_rate)
+                self._step(snapshot, number, step, learning_rate, state.best_acceptance_length)
             state = replace(
                 state,
                 step=(number + 1) * recipe.steps_per_round,
@@ -120,7 +120,10 @@ class VariationalTrainer:
             state = self._end_of_round(state, before)
         return state
 
-    def _step(self, snapshot: Eagle3Head, number: int, step: int, learning_rate: float) -> None:
+    def _step(
+        self, snapshot: Eagle3Head, number: int, step: int, learning_rate: float, best: float
+    ) -> None:
+        """best: the held-out length so far, to be shown."""
         recipe = self._recipe
         index = number * recipe.steps_per_round + step
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + index)
@@ -137,13 +140,19 @@ class VariationalTrainer:
         torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
+        length = 1 + expected_accepted(scores.overlap, scores.is_valid)
+        share = (index + 1) / (recipe.num_rounds * recipe.steps_per_round)
         self._status.line(
-            f"variational round {number + 1}/{recipe.num_rounds} step {step + 1}"
-            f"/{recipe.steps_per_round} | utility {report.utility:.2f} | "
-            f"ESS {100 * report.effective_share:.0f}% | loss {float(total.detach()):.3f}"
+            f"variational {100 * share:.0f}% | "
+            f"tau(batch) {length:.2f} | best tau {best:.3f} | round {number + 1}"
+            f"/{recipe.num_rounds} step {step + 1}/{recipe.steps_per_round} | "
+            f"utility {report.utility:.2f} | ESS {100 * report.effective_share:.0f}% | "
+            f"loss {float(total.detach()):.3f}"
         )
         if step % 25 == 0:
-            self._status.event("step", round=number, step=step, **asdict(report))
+            self._status.event(
+                "step", round=number, step=step, acceptance_length=length, **asdict(report)
+            )
 
     def _expectation(
         self,

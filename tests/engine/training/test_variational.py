@@ -15,6 +15,7 @@ from engine.training.evaluation import ConversationScore
 from engine.training.material import Material, make_material
 from engine.training.run import Run
 from engine.training.stages import train, variational
+from engine.training.status import StatusLog
 from engine.training.trainer import TrainSettings
 from tests.engine.training.tiny_run import prepared_run, tiny_recipe
 
@@ -140,6 +141,22 @@ def test_sampled_paths_in_several_processes_are_refused_before_anything_is_writt
     with pytest.raises(TrainingError, match=r"variational\.level.*one process, not 2"):
         variational(run, tmp_path)
     assert not run.folder.exists()
+
+
+def test_the_status_line_is_about_the_acceptance_length(
+    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(StatusLog, "line", lambda _, text, **options: shown.append(text))
+    folder, start = begun
+    run = run_in(folder, "status", num_rounds=2)
+    script(monkeypatch, [2.5, 2.6, 2.7])
+    variational(run, start)
+    events = (run.folder / "variational/events.jsonl").read_text().splitlines()
+    step = next(event for line in events if (event := json.loads(line))["event"] == "step")
+    assert 1 < step["acceptance_length"] < 4
+    tau = f"{step['acceptance_length']:.2f}"
+    assert shown[1].startswith(f"variational 17% | tau(batch) {tau} | best tau 2.500 | ")
 
 
 def test_a_stage_is_not_resumed_with_other_settings(
