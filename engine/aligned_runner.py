@@ -1,14 +1,15 @@
 """Calls a model over a plain transformers cache: any attention, nothing replaced.
 
-Beside engine/model_runner.py the only file that calls a model. What a row's tokens are, where
-they lie and what they may see is said in the terms that every causal model of transformers
-understands: a rectangle of tokens, a mask of columns, position ids, a DynamicCache.
+Beside engine/model_runner.py and engine/reading.py the only file that calls a model. What a row's
+tokens are, where they lie and what they may see is said in the terms that every causal model of
+transformers understands: a rectangle of tokens, a mask of columns, position ids, a DynamicCache.
 """
 
 import inspect
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +20,8 @@ from engine.layout.aligned import AlignedCache
 from engine.layout.grouping import share_forwards
 from engine.layout.plan import NO_PADDING, ForwardRow
 from engine.layout.rectangle import Rectangle
+from engine.reading import FreshReading, OwnReading
+from engine.row_cache import RowCache
 from engine.suitability import cache_argument
 from engine.upload import upload
 
@@ -121,31 +124,23 @@ class AlignedRunner:
             arguments["position_ids"] = upload(positions, device)
         return arguments
 
-    @torch.inference_mode()
-    def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] of positions first.. by the model, without a cache."""
-        arguments: dict[str, Any] = {}
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = len(token_ids) - first
-        output = self.model(
-            input_ids=torch.tensor([list(token_ids)], device=self.model.device),
-            use_cache=False,
-            **arguments,
+    def own_reading(self, *, is_whole: bool) -> OwnReading:
+        """See TargetRunner."""
+        return OwnReading(
+            self.model, nullcontext, keeps_logits=self._keeps_logits, is_whole=is_whole
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits[first - len(token_ids) :]
 
-    def logits_afresh(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] by `forward`, in a cache that nobody else has touched."""
-        served = self.cache
-        self.cache = AlignedCache(
-            served.shape, max_num_rows=1, max_tokens=max(len(token_ids), 2), num_blocks=1
+    def fresh_reading(self, num_tokens: int) -> FreshReading:
+        """See TargetRunner."""
+        cache = AlignedCache(
+            self.cache.shape, max_num_rows=1, max_tokens=max(num_tokens, 2), num_blocks=1
         )
-        try:
-            row, _ = self.cache.allocate_row(token_ids[:1])
-            return self.forward([ForwardRow(row, list(token_ids), 0, len(token_ids) - first)])
-        finally:
-            self.cache = served
+        return FreshReading(self, cache)
+
+    def swap_cache(self, cache: RowCache) -> RowCache:
+        """Compute over this cache, an AlignedCache, from now on; the one before."""
+        served, self.cache = self.cache, cast(AlignedCache, cache)
+        return served
 
 
 def _plain_cache(rectangle: Rectangle) -> DynamicCache:

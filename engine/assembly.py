@@ -13,6 +13,7 @@ from engine.aligned_runner import AlignedRunner
 from engine.attention_guarantee import attention_keeps_bits
 from engine.attention_probe import measure_attention
 from engine.audit import Auditor
+from engine.audit_ending import EndingRules
 from engine.cache_sizes import ExaminedModel, make_cache, make_caches
 from engine.config import AuditConfig, EngineConfig, LayoutName
 from engine.cost_probe import measure_costs
@@ -99,8 +100,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
     if numerics == "auto":
         numerics = "invariant" if guarantee == "bit_exact" else "fast"
     vocab_size = examined[0].logits.shape[-1]
-    device = target.model.device
-    sampler = Sampler(vocab_size, device)
+    sampler = Sampler(vocab_size, target.model.device)
     made_heads = [
         make_head_drafter(
             plan,
@@ -116,7 +116,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         name=target.name,
         fingerprint=target.fingerprint,
         dtype=str(target.model.dtype).removeprefix("torch."),
-        device=str(device),
+        device=str(target.model.device),
         num_parameters=target.num_parameters,
         vocab_size=vocab_size,
         max_model_tokens=max_tokens,
@@ -135,6 +135,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         group_rows=_group_rows(config),
     )
     grammars = GrammarCompiler(target.tokenizer, vocab_size, target.eos_token_ids)
+    rules = EndingRules(target.tokenizer, target.eos_token_ids, max_tokens)
     is_bit_exact = guarantee == "bit_exact" and numerics == "invariant"
     costs = StepCosts(target=ready[0].costs, row_seconds=_LOOKUP_SECONDS)
     lengths = DraftLengths(0, costs, drafters.foresee)
@@ -157,7 +158,7 @@ def assemble(config: EngineConfig, target: LoadedModel, draft: LoadedModel | Non
         roster=roster,
         sampler=sampler,
         grammars=grammars,
-        auditor=Auditor(runners[0], sampler, grammars, is_bit_exact=is_bit_exact),
+        auditor=Auditor(runners[0], sampler, grammars, rules, is_bit_exact=is_bit_exact),
         audit_config=config.audit,
     )
 

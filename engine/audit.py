@@ -1,11 +1,12 @@
 """The equivalence auditor: does a finished request hold the tokens of the target alone?
 
-One teacher-forced forward over prompt and output, through the model's own attention and without
-any cache of ours, gives the logits at every emitted position. With the request's processors, its
+A teacher-forced reading of prompt and output, through the model's own attention and without any
+cache of ours, gives the logits at every emitted position. With the request's processors, its
 seed and the history of each position, the target's own choice follows; an emitted token that is
-not it is a mismatch.
+not it is a mismatch. So is an output that ends where nothing ends it, goes on after its end, or
+names another reason (engine/audit_ending.py).
 
-  exact         every token is the target's choice
+  exact         every token is the target's choice, and the last one is where the output ends
   numeric_tie   tokens differ where the two choices are closer than rounding can move them
   divergence    anything else: a bug
 
@@ -13,26 +14,39 @@ The limit `epsilon` is calibrated on the loaded model: how far its own attention
 on the same tokens. Where the engine is bit-exact, a tie must moreover be explained: our own
 forward of the whole sequence, in a cache of its own, has to choose the emitted tokens; else it is
 a divergence, however close.
+
+All of it comes in slices of a bounded number of positions, so that whoever has other work in
+between waits for no more than one.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 
-from engine.grammar import Grammar, GrammarCompiler
-from engine.noise import Stream
-from engine.request import AcceptanceRule, GenerationRequest
-from engine.sampler import RowSampling, Sampler, TokenHistory, uses_penalties
+from engine.audit_ending import Ending, EndingRules
+from engine.audit_tokens import Mismatch, TokenCheck
+from engine.grammar import GrammarCompiler
+from engine.probe import agrees
+from engine.reading import Reading
+from engine.request import GenerationRequest
+from engine.sampler import Sampler
+from engine.shards import BrokenShardsError
 from engine.suitability import sample_token_ids
 from engine.target_runner import TargetRunner
 
+_logger = logging.getLogger(__name__)
+
+SLICE_TOKENS = 64  # positions of a forward that nobody waits for
 _EPSILON_OVER_DIFFERENCE = 4.0  # two logits move, and others than those measured
 _CALIBRATION_LENGTHS = (128, 61, 24, 7)  # kernels, and so roundings, change with the length
-_CHUNK = 64  # positions whose processed logits exist at the same time
+
+_Found = TypeVar("_Found")
 
 
 class AuditVerdict(StrEnum):
@@ -43,11 +57,12 @@ class AuditVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AuditJob:
-    """A finished request as it was served."""
+    """A finished request as it was served. Without an ending, that of tokens somebody made up,
+    only the tokens are checked."""
 
     request: GenerationRequest
     output_token_ids: tuple[int, ...]
-    guarded_token_ids: tuple[int, ...]
+    ending: Ending | None = None
     drafter: str = ""
 
 
@@ -56,8 +71,10 @@ class AuditFinding:
     """The verdict. Indices count output tokens; margins are differences of scores, in logits.
 
     expected_token_id and first_margin are of the first mismatch, the other margins of whichever
-    has the smallest and the largest; None where no token differed. job is what it takes to decode
-    a divergence again, prompt and output included; None for every other verdict.
+    has the smallest and the largest; None where no token differed. wrong_ending says what is
+    wrong with where the output ends, for people, and is empty otherwise; its tokens are counted
+    with the mismatched ones. job is what it takes to decode a divergence again, prompt and output
+    included; None for every other verdict.
     """
 
     request_id: str
@@ -72,6 +89,7 @@ class AuditFinding:
     epsilon: float
     audit_seconds: float
     drafter: str
+    wrong_ending: str = ""
     job: AuditJob | None = None
 
 
@@ -104,173 +122,169 @@ class Auditor:
         runner: TargetRunner,
         sampler: Sampler,
         grammars: GrammarCompiler,
+        rules: EndingRules,
         *,
         is_bit_exact: bool,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._grammars = grammars
+        self._rules = rules
         self._is_bit_exact = is_bit_exact
         self._epsilon: float | None = None
+        self._reads_whole = False
 
     @property
     def epsilon(self) -> float:
         """Calibrated when first needed."""
-        if self._epsilon is None:
-            self._epsilon = self._calibrate()
+        _finish(self._calibrate())
+        assert self._epsilon is not None  # noqa: S101 - for the type checker
         return self._epsilon
 
-    def _calibrate(self) -> float:
-        """The largest difference found, with a margin; one unit in the last place at least."""
-        found = 0.0
-        for length in _CALIBRATION_LENGTHS:
-            num_tokens = min(length, self._runner.cache.max_tokens - 1)
-            token_ids = sample_token_ids(self._sampler.vocab_size, num_tokens, seed=length)
-            own = self._runner.logits_by_own_attention(token_ids, 0)
-            difference = (own.float() - self._runner.logits_afresh(token_ids, 0).float()).abs()
-            unit = torch.finfo(own.dtype).eps * own.float().abs().max().item()
-            found = max(found, _EPSILON_OVER_DIFFERENCE * difference.max().item(), unit)
-        return found
-
-    @torch.inference_mode()
     def audit(self, job: AuditJob) -> AuditFinding:
-        started = time.perf_counter()
-        prompt = list(job.request.prompt_token_ids)
-        token_ids = [*prompt, *job.output_token_ids]
-        first = len(prompt) - 1
-        epsilon = self.epsilon
-        own = self._runner.logits_by_own_attention(token_ids[:-1], first)
-        mismatches = self._mismatches(job, own)
-        margins = [margin for _, _, margin in mismatches]
+        """All of it at once."""
+        return _finish(self.slices(job))
+
+    def slices(self, job: AuditJob) -> Generator[None, None, AuditFinding]:
+        """The audit of one request. A step of the generator is one forward of at most
+        SLICE_TOKENS positions, the first ones of all, which calibrate, as many as 128 positions;
+        nothing of it is seen by what runs in between. Where the model cannot read over its own
+        cache, its own reading is one forward of the whole text."""
+        work, seconds = self._work(job), 0.0
+        while True:
+            started = time.perf_counter()
+            try:
+                next(work)
+            except StopIteration as end:
+                finding: AuditFinding = end.value
+                seconds += time.perf_counter() - started
+                return replace(finding, audit_seconds=seconds)
+            seconds += time.perf_counter() - started
+            yield
+
+    def _work(self, job: AuditJob) -> Generator[None, None, AuditFinding]:
+        yield from self._calibrate()
+        mismatches: list[Mismatch] = []
+        for found in self._mismatches(job, self._own_reading(), is_own=True):
+            mismatches += found
+            yield
+        is_tie = all(mismatch.margin < self.epsilon for mismatch in mismatches)
+        if mismatches and is_tie and self._is_bit_exact:
+            num_tokens = len(job.request.prompt_token_ids) + len(job.output_token_ids)
+            fresh = self._runner.fresh_reading(num_tokens)
+            for found in self._mismatches(job, fresh, is_own=False):
+                is_tie = is_tie and not found
+                yield
+        return self._finding(job, mismatches, is_tie=is_tie)
+
+    def _finding(
+        self, job: AuditJob, mismatches: Sequence[Mismatch], *, is_tie: bool
+    ) -> AuditFinding:
+        wrong = None
+        if job.ending is not None:
+            wrong = self._rules.check(job.request, job.output_token_ids, job.ending)
         verdict = AuditVerdict.EXACT
-        if mismatches:
+        if wrong is not None or (mismatches and not is_tie):
             verdict = AuditVerdict.DIVERGENCE
-            is_close = max(margins) < epsilon
-            if is_close and self._is_explained(job, token_ids, first):
-                verdict = AuditVerdict.NUMERIC_TIE
+        elif mismatches:
+            verdict = AuditVerdict.NUMERIC_TIE
+        margins = [mismatch.margin for mismatch in mismatches]
+        first = mismatches[0] if mismatches else None
+        indices = [m.index for m in mismatches[:1]] + ([wrong.index] if wrong else [])
         return AuditFinding(
             request_id=job.request.request_id,
             verdict=verdict,
             num_checked_tokens=len(job.output_token_ids),
-            num_mismatched_tokens=len(mismatches),
-            first_mismatch_index=mismatches[0][0] if mismatches else None,
-            expected_token_id=mismatches[0][1] if mismatches else None,
-            first_margin=margins[0] if margins else None,
+            num_mismatched_tokens=len(mismatches) + (wrong.num_tokens if wrong else 0),
+            first_mismatch_index=min(indices, default=None),
+            expected_token_id=first.expected_token_id if first else None,
+            first_margin=first.margin if first else None,
             smallest_margin=min(margins, default=None),
             largest_margin=max(margins, default=None),
-            epsilon=epsilon,
-            audit_seconds=time.perf_counter() - started,
+            epsilon=self.epsilon,
+            audit_seconds=0.0,
             drafter=job.drafter,
+            wrong_ending=wrong.what if wrong else "",
             job=job if verdict is AuditVerdict.DIVERGENCE else None,
         )
 
-    def _is_explained(self, job: AuditJob, token_ids: Sequence[int], first: int) -> bool:
-        if not self._is_bit_exact:
-            return True
-        return not self._mismatches(job, self._runner.logits_afresh(token_ids[:-1], first))
-
-    def _mismatches(self, job: AuditJob, logits: torch.Tensor) -> list[tuple[int, int, float]]:
-        """(index, expected token, margin) of every emitted token that is not the target's choice.
-
-        Under the rejection rule any token of the target's distribution may be emitted: a mismatch
-        is one that has no probability there, with an infinite margin; see `_at_the_edge` for those
-        that a filter would let pass if rounding had fallen otherwise.
-        """
-        found: list[tuple[int, int, float]] = []
-        emitted = job.output_token_ids
-        history, grammar = self._history(job), self._grammar(job)
-        for start in range(0, len(emitted), _CHUNK):
-            chunk = emitted[start : start + _CHUNK]
-            row = self._row(job, start, chunk, history, grammar)
-            scores = self._sampler.process(logits[start : start + len(chunk)].clone(), [row])
-            index = torch.tensor(chunk, device=scores.device).unsqueeze(1)
-            if _draws_by_rejection(job.request):
-                chosen = scores.gather(1, index).squeeze(1)
-                best, expected = scores.max(dim=1)
-                is_wrong = torch.isinf(chosen)
-            else:
-                scores += self._sampler.noise([(row, Stream.TARGET)])
-                chosen = scores.gather(1, index).squeeze(1)
-                best, expected = scores.max(dim=1)
-                is_wrong = expected != index.squeeze(1)
-            wrong = is_wrong.nonzero().flatten()
-            if len(wrong):
-                margins = best - chosen
-                edge = self._at_the_edge(job, logits[start:], row, wrong, index, expected)
-                margins[wrong] = torch.where(edge.isnan(), margins[wrong], edge)
-                for offset in wrong.tolist():
-                    found.append((start + offset, int(expected[offset]), margins[offset].item()))
-            if history is not None:
-                history.append(chunk)
-            if grammar is not None:
-                grammar.commit(chunk)
-        return found
-
-    def _at_the_edge(
-        self,
-        job: AuditJob,
-        logits: torch.Tensor,  # [n, V], n at least the row's positions
-        row: RowSampling,
-        wrong: torch.Tensor,  # [M] offsets of mismatches
-        emitted: torch.Tensor,  # [positions, 1]
-        expected: torch.Tensor,  # [positions]
-    ) -> torch.Tensor:
-        """[M] margins of mismatches that hang on a filter (top_k, top_p, ...), NaN of the others.
-
-        A filter keeps or drops a token as a whole, so a difference in the last bits may turn
-        certainty into nothing. Whether that happened is seen by moving the emitted token up and
-        the expected one down by epsilon: if that changes which of the two the filters keep, the
-        margin is that between the moved ones.
-        """
-        nudged = logits[: row.num_positions].clone()
-        chosen = emitted.squeeze(1)[wrong]
-        before = self._sampler.process(nudged.clone(), [row])[wrong]
-        nudged[wrong, chosen] += self.epsilon
-        nudged[wrong, expected[wrong]] -= self.epsilon
-        scores = self._sampler.process(nudged, [row])
-        if not _draws_by_rejection(job.request):
-            scores += self._sampler.noise([(row, Stream.TARGET)])
-        scores = scores[wrong]
-        each = torch.arange(len(wrong), device=scores.device)
-        is_let_in = before[each, chosen].isinf() & scores[each, chosen].isfinite()
-        is_left_out = scores[each, expected[wrong]].isinf() & scores[each, chosen].isfinite()
-        margins = scores.max(dim=1).values - scores[each, chosen]
-        if _draws_by_rejection(job.request):
-            margins = torch.zeros_like(margins)  # kept is all that this rule asks of a token
-        return torch.where(is_let_in | is_left_out, margins, torch.full_like(margins, torch.nan))
-
-    def _row(
-        self,
-        job: AuditJob,
-        start: int,
-        chunk: Sequence[int],
-        history: TokenHistory | None,
-        grammar: Grammar | None,
-    ) -> RowSampling:
-        request = job.request
-        return RowSampling(
-            params=request.sampling,
-            num_positions=len(chunk),
-            first_position=len(request.prompt_token_ids) + start,
-            draft_token_ids=chunk[:-1],
-            history=history,
-            num_guarded_positions=max(0, min(len(chunk), request.stopping.min_tokens - start)),
-            guarded_token_ids=job.guarded_token_ids,
-            allowed=grammar.masks(chunk[:-1]) if grammar is not None else None,
+    def _mismatches(
+        self, job: AuditJob, reading: Reading, *, is_own: bool
+    ) -> Generator[list[Mismatch], None, None]:
+        """Those of each slice."""
+        request, wanted = job.request, job.request.structured_output
+        check = TokenCheck(
+            self._sampler,
+            request,
+            job.output_token_ids,
+            self._rules.stop_token_ids(request),
+            self._grammars.compile(wanted) if wanted is not None else None,
+            self.epsilon,
         )
+        token_ids = [*request.prompt_token_ids, *job.output_token_ids][:-1]
+        first = len(request.prompt_token_ids) - 1
+        if not job.output_token_ids:
+            return
+        size = len(token_ids) if is_own and self._reads_whole else SLICE_TOKENS
+        for start in range(0, len(token_ids), size):
+            chunk = token_ids[start : start + size]
+            num_logits = max(0, start + len(chunk) - max(start, first))
+            logits = reading.read(chunk, num_logits)
+            found: list[Mismatch] = []
+            for part in torch.split(logits, SLICE_TOKENS):  # what is processed is in float32
+                found += check.check(part)
+            yield found
 
-    def _history(self, job: AuditJob) -> TokenHistory | None:
-        if not uses_penalties(job.request.sampling):
-            return None
-        return TokenHistory.of_prompt(
-            job.request.prompt_token_ids, self._sampler.vocab_size, self._sampler.device
-        )
+    # ---- calibration ------------------------------------------------------------------
 
-    def _grammar(self, job: AuditJob) -> Grammar | None:
-        wanted = job.request.structured_output
-        return self._grammars.compile(wanted) if wanted is not None else None
+    def _calibrate(self) -> Generator[None, None, None]:
+        """Sets epsilon, if it is not yet: the largest difference found, with a margin; one unit
+        in the last place at least."""
+        if self._epsilon is not None:
+            return
+        epsilon = 0.0
+        for length in _CALIBRATION_LENGTHS:
+            num_tokens = min(length, self._runner.cache.max_tokens - 1)
+            token_ids = sample_token_ids(self._sampler.vocab_size, num_tokens, seed=length)
+            if length == max(_CALIBRATION_LENGTHS):
+                whole = self._runner.own_reading(is_whole=True).read(token_ids, num_tokens)
+                yield
+                self._reads_whole = not self._reads_in_slices(token_ids, whole)
+                yield
+            own = self._read(self._own_reading(), token_ids)
+            yield
+            fresh = self._runner.fresh_reading(num_tokens)
+            difference = (own.float() - self._read(fresh, token_ids).float()).abs()
+            unit = torch.finfo(own.dtype).eps * own.float().abs().max().item()
+            epsilon = max(epsilon, _EPSILON_OVER_DIFFERENCE * difference.max().item(), unit)
+            yield
+        self._epsilon = epsilon
+
+    def _reads_in_slices(self, token_ids: Sequence[int], whole: torch.Tensor) -> bool:
+        """Whether over its own kind of cache the model gives the logits `whole`, as without."""
+        try:
+            sliced = self._read(self._runner.own_reading(is_whole=False), token_ids)
+        except BrokenShardsError:
+            raise
+        except Exception:
+            _logger.warning("the target cannot read over its own cache: audits read whole texts")
+            return False
+        return agrees(whole, sliced)
+
+    def _own_reading(self) -> Reading:
+        return self._runner.own_reading(is_whole=self._reads_whole)
+
+    def _read(self, reading: Reading, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits [T, V] of all tokens."""
+        size = len(token_ids) if self._reads_whole else SLICE_TOKENS
+        parts = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
+        return torch.cat([reading.read(part, len(part)) for part in parts])
 
 
-def _draws_by_rejection(request: GenerationRequest) -> bool:
-    sampling = request.sampling
-    return not sampling.is_greedy and sampling.acceptance_rule is AcceptanceRule.REJECTION
+def _finish(work: Generator[None, None, _Found]) -> _Found:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            found: _Found = end.value
+            return found

@@ -28,10 +28,11 @@ class AuditCase:
     guarantee: str
     job: AuditJob
     first_mismatch_index: int
-    expected_token_id: int
+    expected_token_id: int | None  # None where only the ending is wrong
     first_margin: float | None  # None: infinite
     epsilon: float
     quantization: str = "none"
+    wrong_ending: str = ""
 
 
 _adapter = TypeAdapter(AuditCase)
@@ -49,10 +50,11 @@ def case_of(finding: AuditFinding, info: ModelInfo) -> AuditCase | None:
         guarantee=info.guarantee,
         job=finding.job,
         first_mismatch_index=finding.first_mismatch_index,
-        expected_token_id=finding.expected_token_id or 0,
+        expected_token_id=finding.expected_token_id,
         first_margin=None if margin is None or margin == float("inf") else margin,
         epsilon=finding.epsilon,
         quantization=info.quantization,
+        wrong_ending=finding.wrong_ending,
     )
 
 

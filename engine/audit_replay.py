@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from engine.audit import AuditFinding, AuditJob
 from engine.audit_case import AuditCase, AuditCaseError
+from engine.audit_ending import Ending
 from engine.engine import Engine
 from engine.request import FinishReason, GenerationRequest, SpeculationMode
 
@@ -32,26 +33,30 @@ def replay(engine: Engine, case: AuditCase) -> AuditReplay:
         job.request,
         speculation=replace(job.request.speculation, mode=SpeculationMode.OFF, drafter=None),
     )
-    speculative_token_ids = _decode(engine, job.request)
-    plain_token_ids = _decode(engine, plain)
+    again = replace(_decode(engine, job.request), drafter=job.drafter)
+    plainly = _decode(engine, plain)
     return AuditReplay(
         recorded=engine.audit(job),
-        speculative_token_ids=speculative_token_ids,
-        speculative=engine.audit(replace(job, output_token_ids=speculative_token_ids)),
-        plain_token_ids=plain_token_ids,
-        plain=engine.audit(AuditJob(plain, plain_token_ids, job.guarded_token_ids)),
+        speculative_token_ids=again.output_token_ids,
+        speculative=engine.audit(again),
+        plain_token_ids=plainly.output_token_ids,
+        plain=engine.audit(plainly),
     )
 
 
-def _decode(engine: Engine, request: GenerationRequest) -> tuple[int, ...]:
-    """A tenant of its own: nothing that another request left in a cache may take part."""
+def _decode(engine: Engine, request: GenerationRequest) -> AuditJob:
+    """As it is decoded now. A tenant of its own: nothing that another request left in a cache may
+    take part."""
     tenant = f"audit replay {id(request)}"
     stopping = replace(request.stopping, time_limit_seconds=None)
     engine.submit(replace(request, tenant=tenant, stopping=stopping))
     token_ids: list[int] = []
+    ending: Ending | None = None
     while engine.has_work():
         for delta in engine.step().deltas:
             token_ids.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                ending = Ending(delta.finish_reason, delta.stop_token_id, delta.stop_string)
             if delta.finish_reason is FinishReason.ERROR:
                 raise AuditCaseError(f"the request failed when decoded again: {delta.error}")
-    return tuple(token_ids)
+    return AuditJob(request, tuple(token_ids), ending)

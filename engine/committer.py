@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from engine.assembly import Parts
+from engine.audit_ending import Ending
 from engine.drafter.base import Proposal
 from engine.live_request import LiveRequest
 from engine.prepared_row import RowOutcome
@@ -15,9 +16,7 @@ from engine.stats import RequestStats, RowStepStats
 class Committer:
     """Turns outcomes into tokens; on_closed is called with every request that has ended."""
 
-    def __init__(
-        self, parts: Parts, on_closed: Callable[[LiveRequest, FinishReason], None]
-    ) -> None:
+    def __init__(self, parts: Parts, on_closed: Callable[[LiveRequest, Ending], None]) -> None:
         self._scheduler = parts.scheduler
         self._drafters = parts.drafters
         self._lengths = parts.lengths
@@ -76,7 +75,8 @@ class Committer:
         )
         if reason is None:
             return delta, None, row_stats
-        return delta, self._close(live, reason), row_stats
+        ending = Ending(reason, stop_token_id, stop_string)
+        return delta, self._close(live, ending), row_stats
 
     def _cut(
         self, live: LiveRequest, token_ids: tuple[int, ...]
@@ -121,16 +121,14 @@ class Committer:
             finish_reason=reason,
             error=error,
         )
-        return delta, self._close(live, reason, error)
+        return delta, self._close(live, Ending(reason), error)
 
-    def _close(
-        self, live: LiveRequest, reason: FinishReason, error: str | None = None
-    ) -> RequestStats:
+    def _close(self, live: LiveRequest, ending: Ending, error: str | None = None) -> RequestStats:
         self._scheduler.remove(live, scrub=error is not None)
-        self._on_closed(live, reason)
+        self._on_closed(live, ending)
         self._drafters.forget(live.request_id)
         self._lengths.forget(live.request_id)
-        return live.stats(reason, time.monotonic(), error)
+        return live.stats(ending.reason, time.monotonic(), error)
 
 
 def _row_stats(

@@ -10,7 +10,6 @@ Invariants, checked by `check_integrity`:
   3. free + cached + owned blocks = all blocks; references recount from the requests.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,8 +38,6 @@ from engine.shadow import ShadowFinding
 from engine.stats import EngineLoad, ModelInfo, RequestStats, RowStepStats, StepStats
 from engine.step import StepOutput
 from engine.verifier import Verification
-
-_logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -147,6 +144,8 @@ class Engine:
             num_total_blocks=pool.num_blocks,
             num_steps=self._num_steps,
             last_step_at=self._last_step_at,
+            num_audits_waiting=len(self._idle.audits),
+            num_audits_dropped=self._idle.audits.num_dropped,
         )
 
     def step(self) -> StepOutput:
@@ -179,13 +178,23 @@ class Engine:
         self._lengths.observe_step(stats)
         return StepOutput(tuple(deltas), tuple(finished), stats)
 
-    def audit_next(self) -> AuditFinding | None:
-        """Audit one finished request, if any waits; call it when there is no other work.
+    def audit_slice(self) -> tuple[AuditFinding, ...] | None:
+        """A slice of an audit, no longer than a step: its finding, if it was the last one. None
+        while there is other work, and when no finished request waits.
 
         A divergence of a speculative request counts towards the breaker.
         """
-        self._parts.roster.drop_unused(self._scheduler.live_requests())
-        return self._idle.audit_next()
+        if self.has_work():
+            return None
+        self._parts.roster.drop_unused(())
+        return self._idle.audit_slice()
+
+    def audit_next(self) -> AuditFinding | None:
+        """All slices of one audit; None as in `audit_slice`."""
+        while (found := self.audit_slice()) is not None:
+            if found:
+                return found[0]
+        return None
 
     def shadow(self, plans: Sequence[ShadowPlan]) -> ModelInfo:
         """Measure these heads on a share of what finishes from now on; see engine/shadow.py."""
@@ -205,10 +214,6 @@ class Engine:
     def audit(self, job: AuditJob) -> AuditFinding:
         """Audit this request now, whatever waits; the breaker does not learn from it."""
         return self._parts.auditor.audit(job)
-
-    @property
-    def num_audits_waiting(self) -> int:
-        return len(self._idle.audits)
 
     # ---- the parts of a step ----------------------------------------------------------
 

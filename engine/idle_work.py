@@ -3,10 +3,11 @@
 import logging
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from engine.assembly import Parts
 from engine.audit import AuditFinding, AuditJob, AuditQueue, AuditVerdict
+from engine.audit_ending import Ending
 from engine.breaker import SpeculationBreaker
 from engine.config import ShadowPlan
 from engine.drafter.head.drafter import HeadDrafter
@@ -28,6 +29,8 @@ class IdleWork:
         self._parts = parts
         self._breaker = breaker
         self.audits = AuditQueue(parts.audit_config.max_jobs)
+        self._audit: Generator[None, None, AuditFinding] | None = None  # that has begun
+        self._audited_id = ""
         self._checked_at = float("-inf")
         runner = parts.verifier.runner
         self._shadow = Shadow(
@@ -37,44 +40,55 @@ class IdleWork:
             parts.audit_config.max_jobs,
         )
 
-    def keep(self, live: LiveRequest, reason: FinishReason) -> None:
+    def keep(self, live: LiveRequest, ending: Ending) -> None:
         """Queue a request that has ended, if its id is among those chosen."""
-        if reason is FinishReason.ERROR or not live.num_output_tokens:
+        if ending.reason is FinishReason.ERROR:
             return
         share = self._parts.audit_config.share
-        if zlib.crc32(live.request_id.encode()) < share * 2**32:
+        has_something = live.num_output_tokens or ending.is_by_itself
+        if has_something and zlib.crc32(live.request_id.encode()) < share * 2**32:
             output = tuple(live.token_ids[live.num_prompt_tokens :])
-            self.audits.add(AuditJob(live.request, output, live.guarded_token_ids, live.drafter))
-        self._shadow.queue.offer(live)
+            self.audits.add(AuditJob(live.request, output, ending, live.drafter))
+        if live.num_output_tokens:
+            self._shadow.queue.offer(live)
 
-    def audit_next(self) -> AuditFinding | None:
-        """Audit one waiting request, if there is one.
+    def audit_slice(self) -> tuple[AuditFinding, ...] | None:
+        """A slice of the audit of a waiting request: its finding, if it was the last one; None
+        where no request waits.
 
         What goes wrong in an audit costs its finding and nothing else. With none waiting, all
         stores are recounted once a minute; raises RuntimeError naming the first difference.
         """
-        while (job := self.audits.take()) is not None:
-            try:
-                finding = self._parts.auditor.audit(job)
-            except BrokenShardsError:
-                raise
-            except Exception:
-                _logger.exception("request %s could not be audited", job.request.request_id)
-            else:
-                self._heed(finding)
-                return finding
-        self._check_integrity(time.monotonic())
-        return None
+        if self._audit is None:
+            job = self.audits.take()
+            if job is None:
+                self._check_integrity(time.monotonic())
+                return None
+            self._audited_id = job.request.request_id
+            self._audit = self._parts.auditor.slices(job)
+        try:
+            next(self._audit)
+        except StopIteration as end:
+            self._audit = None
+            self._heed(end.value)
+            return (end.value,)
+        except BrokenShardsError:
+            raise
+        except Exception:
+            self._audit = None
+            _logger.exception("request %s could not be audited", self._audited_id)
+        return ()
 
     def _heed(self, finding: AuditFinding) -> None:
         is_divergence = finding.verdict is AuditVerdict.DIVERGENCE
         if is_divergence:
             _logger.error(
-                "request %s diverged from the target at output token %s by %s (limit %s)",
+                "request %s diverged from the target at output token %s by %s (limit %s) %s",
                 finding.request_id,
                 finding.first_mismatch_index,
                 finding.first_margin,
                 finding.epsilon,
+                finding.wrong_ending,
             )
         if finding.drafter:
             self._breaker.observe(is_divergence, time.monotonic())

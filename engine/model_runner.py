@@ -1,6 +1,6 @@
 """Calls a model over our own slots: a plan of tokens in, logits out.
 
-Beside engine/aligned_runner.py the only file that calls a model.
+Beside engine/aligned_runner.py and engine/reading.py the only file that calls a model.
 Models run as transformers wrote them, or with layers that compute the same in fewer operations
 (engine/lean_layers.py). Their attention is replaced through transformers' AttentionInterface by
 `_attend`, which works over our slots (engine/planned_attention.py).
@@ -10,10 +10,10 @@ import inspect
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, astuple
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -24,6 +24,8 @@ from engine.layout.grouping import UNMEASURED
 from engine.layout.plan import ForwardRow, Padding
 from engine.layout.ragged import plan_forward
 from engine.planned_attention import PlannedAttention
+from engine.reading import FreshReading, OwnReading
+from engine.row_cache import RowCache
 
 _runner_numbers = itertools.count()
 
@@ -104,34 +106,31 @@ class ModelRunner:
     def _num_tokens_multiple(self) -> int:
         return self.padding.tokens
 
-    @torch.inference_mode()
-    def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] of positions first.. by the model's own attention, cacheless."""
-        index = torch.arange(first, len(token_ids), device=self.model.device)
-        arguments: dict[str, Any] = {"logits_to_keep": index} if self._keeps_logits else {}
+    def own_reading(self, *, is_whole: bool) -> OwnReading:
+        """See TargetRunner."""
+        return OwnReading(
+            self.model, self._attending_itself, keeps_logits=self._keeps_logits, is_whole=is_whole
+        )
+
+    @contextmanager
+    def _attending_itself(self) -> Iterator[None]:
         self.model.set_attn_implementation(self._own_attention)
         try:
-            output = self.model(
-                input_ids=torch.tensor([list(token_ids)], device=self.model.device),
-                use_cache=False,
-                **arguments,
-            )
+            yield
         finally:
             self.model.set_attn_implementation(self._attention_name)
-        logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_logits else logits.index_select(0, index)
 
-    def logits_afresh(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] by `forward`, in a cache that nobody else has touched."""
-        served = self.cache
-        self.cache = KVCache(
-            served.shape, max_num_rows=1, max_tokens=max(len(token_ids), 2), num_blocks=1
+    def fresh_reading(self, num_tokens: int) -> FreshReading:
+        """See TargetRunner."""
+        cache = KVCache(
+            self.cache.shape, max_num_rows=1, max_tokens=max(num_tokens, 2), num_blocks=1
         )
-        try:
-            row, _ = self.cache.allocate_row(token_ids[:1])
-            return self.forward([ForwardRow(row, list(token_ids), 0, len(token_ids) - first)])
-        finally:
-            self.cache = served
+        return FreshReading(self, cache)
+
+    def swap_cache(self, cache: RowCache) -> RowCache:
+        """Compute over this cache, a KVCache, from now on; the one before."""
+        served, self.cache = self.cache, cast(KVCache, cache)
+        return served
 
     def _attend(
         self,

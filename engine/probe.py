@@ -58,15 +58,25 @@ def check_agreement(
         _compare(name, logits, _run(runner, [longer, checked]))
 
 
-def _compare(name: str, logits: torch.Tensor, ours: torch.Tensor) -> None:
+def agrees(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether both [T, V] are those of the same model over the same tokens, up to rounding."""
+    error, tolerance = _error(logits, others)
+    return error <= tolerance
+
+
+def _error(logits: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
+    """How far they differ, in the spread of logits, and how far they may."""
     spread = max(logits.float().std().item(), 1e-6)
     errors = (ours.float() - logits.float()).square().mean(dim=1).sqrt() / spread  # [T]
     if logits.dtype == torch.float32:
-        error, tolerance = errors.max().item(), _TOLERANCE
-    else:
-        # Rounding may send single tokens to another expert; a wrong window shows at the end.
-        error = max(errors.median().item(), errors[-_NUM_LAST:].median().item())
-        tolerance = _HALF_TOLERANCE
+        return errors.max().item(), _TOLERANCE
+    # Rounding may send single tokens to another expert; a wrong window shows at the end.
+    error = max(errors.median().item(), errors[-_NUM_LAST:].median().item())
+    return error, _HALF_TOLERANCE
+
+
+def _compare(name: str, logits: torch.Tensor, ours: torch.Tensor) -> None:
+    error, tolerance = _error(logits, ours)
     if not error <= tolerance:
         raise UnsupportedModelError(
             f"{name}: our logits differ from its own by {error:.2g} of their spread, more than "

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import DynamicCache
 
 from engine.config import EngineConfig
 from engine.kv_cache import KVCache
@@ -12,6 +13,7 @@ from engine.kv_storage import KVCacheShape
 from engine.layout.plan import NO_PADDING, ForwardRow, Padding
 from engine.loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner
+from engine.suitability import cache_argument
 
 _OWN_ATTENTIONS = ("eager", "sdpa")
 
@@ -52,6 +54,7 @@ class _Follower:
         self._caches: dict[int, _FollowedCache] = {}
         self._runner: ModelRunner | None = None
         self._planned_attention = ""
+        self._past: DynamicCache | None = None
 
     def obey(self, message: dict[str, Any]) -> None:
         for number in message["freed"]:
@@ -98,15 +101,23 @@ class _Follower:
     @torch.inference_mode()
     def _call(self, message: Mapping[str, Any]) -> None:
         """The model by its own attention. What the leader records there is local to it."""
-        model, wanted = self._model, message["attention"]
+        model, wanted, num_past = self._model, message["attention"], message["num_past"]
         model.set_attn_implementation(wanted if wanted in _OWN_ATTENTIONS else _OWN_ATTENTIONS[0])
         arguments: dict[str, Any] = {}
-        if message["keep"] is not None:
-            arguments["logits_to_keep"] = torch.tensor(message["keep"], device=model.device)
+        keep = message["keep"]
+        if keep is not None:
+            positions = isinstance(keep, list)
+            arguments["logits_to_keep"] = (
+                torch.tensor(keep, device=model.device) if positions else keep
+            )
+        if num_past is not None:
+            if num_past == 0:  # a leader reads one text at a time
+                self._past = DynamicCache(config=model.config)
+            arguments[cache_argument(model)] = self._past
         try:
             model(
                 input_ids=torch.tensor([message["token_ids"]], device=model.device),
-                use_cache=False,
+                use_cache=num_past is not None,
                 **arguments,
             )
         finally:

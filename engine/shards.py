@@ -122,11 +122,13 @@ class Shards:
 
     def _announce_plain(self, model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
         keep = kwargs.get("logits_to_keep")
+        past = kwargs.get("past_key_values", kwargs.get("cache"))
         self.announce(
             "call",
             attention=model.config._attn_implementation,
             token_ids=kwargs["input_ids"][0].tolist(),
-            keep=None if keep is None else keep.tolist(),
+            keep=keep.tolist() if isinstance(keep, torch.Tensor) else keep,
+            num_past=None if past is None else past.get_seq_length(),
         )
 
     @contextmanager

@@ -117,7 +117,11 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A momentary reading for routers and health."""
+    """A momentary reading for routers and health.
+
+    num_audits_dropped counts, since the engine's start, the finished requests that were chosen for
+    an audit and gave way to later ones, because no idle time came.
+    """
 
     num_waiting: int
     num_running: int
@@ -126,6 +130,8 @@ class EngineLoad:
     num_total_blocks: int
     num_steps: int
     last_step_at: float | None
+    num_audits_waiting: int = 0
+    num_audits_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.layout.plan import ForwardRow, Padding
+from engine.reading import Reading
 from engine.row_cache import RowCache
 
 
@@ -29,10 +30,11 @@ class TargetRunner(Protocol):
         """Logits [sum of num_logits, V] in the order of rows. Changes no row's length."""
         ...
 
-    def logits_by_own_attention(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Logits [T - first, V] of positions first.. by the model's own attention, cacheless."""
+    def own_reading(self, *, is_whole: bool) -> Reading:
+        """A text read by the model's own attention, without any cache of ours. is_whole: in one
+        read, without any cache at all."""
         ...
 
-    def logits_afresh(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """The same by our own forward of the whole sequence, in a cache of its own."""
+    def fresh_reading(self, num_tokens: int) -> Reading:
+        """A text of so many tokens read by `forward`, in a cache of its own."""
         ...

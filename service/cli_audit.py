@@ -95,10 +95,14 @@ def _show(case: "AuditCase", found: "AuditReplay") -> bool:
     """Print the three outputs around the first difference; whether none diverges any more."""
     index = case.first_mismatch_index
     margin = "infinite" if case.first_margin is None else f"{case.first_margin:.3g}"
-    typer.echo(
-        f"{case.job.request.request_id}: token {index} should have been {case.expected_token_id}; "
-        f"margin {margin}, limit {case.epsilon:.3g}, drafter {case.job.drafter or 'none'}"
-    )
+    request_id, drafter = case.job.request.request_id, case.job.drafter or "none"
+    if case.expected_token_id is not None:
+        typer.echo(
+            f"{request_id}: token {index} should have been {case.expected_token_id}; "
+            f"margin {margin}, limit {case.epsilon:.3g}, drafter {drafter}"
+        )
+    if case.wrong_ending:
+        typer.echo(f"{request_id}: its end is wrong: {case.wrong_ending}; drafter {drafter}")
     rows: Sequence[tuple[str, Sequence[int], AuditFinding]] = (
         ("as served", case.job.output_token_ids, found.recorded),
         ("speculative", found.speculative_token_ids, found.speculative),

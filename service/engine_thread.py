@@ -186,9 +186,10 @@ class EngineThread:
 
     def _wait_for_work(self, engine: Engine) -> bool:
         while not (self._stopping or self._inbox or engine.has_work()):
-            finding = engine.audit_next()
-            if finding is not None:
-                self._on_audit(finding)
+            findings = engine.audit_slice()
+            if findings is not None:
+                for finding in findings:
+                    self._on_audit(finding)
                 self._watch_breaker(engine)
                 continue
             measured = engine.shadow_next()

@@ -122,7 +122,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._rows)
 
-    def audit_next(self) -> None:
+    def audit_slice(self) -> None:
         return None
 
     def shadow(self, plans: object) -> ModelInfo:

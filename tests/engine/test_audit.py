@@ -1,7 +1,7 @@
 """The auditor finds every planted desynchronisation, calls none a tie, and accuses nobody else."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -109,8 +109,9 @@ def edge_finding(below: float, sampling: SamplingParams, emitted: int, swap: boo
     logits[0, [5, 6, 7]] = torch.tensor([3.0, 2.0, 2.0 - below])
     if swap:
         logits[0, [6, 7]] = logits[0, [7, 6]]
-    auditor._runner.logits_by_own_attention = lambda token_ids, first: logits.clone()
-    return auditor.audit(AuditJob(request("a", [9], sampling=sampling), (emitted,), ()))
+    reading = SimpleNamespace(read=lambda token_ids, num_logits: logits.clone())
+    auditor._runner.own_reading = lambda *, is_whole: reading
+    return auditor.audit(AuditJob(request("a", [9], sampling=sampling), (emitted,)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,8 +120,8 @@ def test_epsilon_is_more_than_rounding_moves_a_logit(dtype: str) -> None:
     auditor = audited_engine(DTYPES[dtype])._parts.auditor
     for length in (2, 5, 9, 16, 33, 70, 100):
         token_ids = [3 + (n * 31 + length) % 200 for n in range(length)]
-        own = auditor._runner.logits_by_own_attention(token_ids, 0)
-        ours = auditor._runner.logits_afresh(token_ids, 0)
+        own = auditor._read(auditor._own_reading(), token_ids)
+        ours = auditor._read(auditor._runner.fresh_reading(length), token_ids)
         assert (own.float() - ours.float()).abs().max().item() < auditor.epsilon
 
 
@@ -271,13 +272,13 @@ def test_a_divergence_switches_speculation_off_and_requests_go_on() -> None:
 def test_only_the_share_of_requests_is_audited_and_the_queue_is_bounded() -> None:
     engine = tiny_engine(audit=AuditConfig(share=0.3, max_jobs=1000))
     run(engine, [request(f"request-{n}", [5, 6], max_tokens=1) for n in range(200)])
-    assert 30 <= engine.num_audits_waiting <= 90
+    assert 30 <= engine.load().num_audits_waiting <= 90
     silent = tiny_engine()
     run(silent, [request("a", [5, 6])])
     assert silent.audit_next() is None
     queue = AuditQueue(2)
     for number in range(5):
-        queue.add(AuditJob(request(str(number), [5]), (1,), ()))
+        queue.add(AuditJob(request(str(number), [5]), (1,)))
     assert (len(queue), queue.num_dropped) == (2, 3)
     assert [job.request.request_id for job in iter(queue.take, None)] == ["3", "4"]
 
@@ -301,14 +302,15 @@ def test_cancelled_requests_are_audited_and_failed_ones_are_not() -> None:
 
 def test_an_audit_that_fails_costs_its_finding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(audit=AuditConfig(share=1.0))
-    audit = Auditor.audit
+    slices = Auditor.slices
 
-    def failing(self: Auditor, job: AuditJob) -> AuditFinding:
+    def failing(self: Auditor, job: AuditJob) -> Generator[None, None, AuditFinding]:
+        yield
         if job.request.request_id == "bad":
             raise torch.OutOfMemoryError("planted")
-        return audit(self, job)
+        return (yield from slices(self, job))
 
-    monkeypatch.setattr(Auditor, "audit", failing)
+    monkeypatch.setattr(Auditor, "slices", failing)
     run(engine, [request(name, [5, 6], max_tokens=2) for name in ("first", "bad", "last")])
     assert set(findings(engine)) == {"first", "last"}
     assert run(engine, [request("after", [5, 6], max_tokens=2)]).token_ids["after"]

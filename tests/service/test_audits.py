@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from engine.audit import AuditFinding, AuditJob, AuditVerdict
 from engine.audit_case import read_case
+from engine.audit_ending import Ending
 from engine.loader import load_model
+from engine.request import FinishReason
 from service import cli_audit
 from service.audits import keep, recorded
 from tests.engine.driver import request
@@ -28,7 +30,7 @@ DIVERGENCE = AuditFinding(
     epsilon=0.01,
     audit_seconds=0.1,
     drafter="prompt_lookup",
-    job=AuditJob(request("r1", [5, 6, 7], max_tokens=4), (5, 6, 7, 8), ()),
+    job=AuditJob(request("r1", [5, 6, 7], max_tokens=4), (5, 6, 7, 8), Ending(FinishReason.LENGTH)),
 )
 
 
