@@ -29,10 +29,10 @@ from typing import TypeVar
 
 import torch
 
+from engine.agreement import agrees
 from engine.audit_ending import Ending, EndingRules
 from engine.audit_tokens import Mismatch, TokenCheck
 from engine.grammar import GrammarCompiler
-from engine.probe import agrees
 from engine.reading import Reading
 from engine.request import GenerationRequest
 from engine.sampler import Sampler

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.agreement import disagreement
 from engine.layout.plan import ForwardRow
 from engine.loader import UnsupportedModelError
 from engine.suitability import sample_token_ids
@@ -20,11 +21,6 @@ _NUM_PROBE_TOKENS = 136
 _WIDTHS = (1, 2, 5, 1, 3, 8, 4)  # of the chunks that end the probed row; these are compared
 # The last is ahead of the probed row at first: where rows are aligned, each pads the other.
 _NEIGHBOUR_LENGTHS = (6, 24, _NUM_PROBE_TOKENS)
-# Of a token's logits, in root mean square, relative to their spread. Measured on sound runners:
-# below 1e-4 in float32, 0.03 in bfloat16; a window wrong by one token: above 0.12.
-_TOLERANCE = 1e-3
-_HALF_TOLERANCE = 0.08
-_NUM_LAST = 16
 _NUM_SHARED = 8
 _CROWD_LENGTH = 100  # of each neighbour whose whole prompt shares a forward with the probed row
 
@@ -58,25 +54,8 @@ def check_agreement(
         _compare(name, logits, _run(runner, [longer, checked]))
 
 
-def agrees(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether both [T, V] are those of the same model over the same tokens, up to rounding."""
-    error, tolerance = _error(logits, others)
-    return error <= tolerance
-
-
-def _error(logits: torch.Tensor, ours: torch.Tensor) -> tuple[float, float]:
-    """How far they differ, in the spread of logits, and how far they may."""
-    spread = max(logits.float().std().item(), 1e-6)
-    errors = (ours.float() - logits.float()).square().mean(dim=1).sqrt() / spread  # [T]
-    if logits.dtype == torch.float32:
-        return errors.max().item(), _TOLERANCE
-    # Rounding may send single tokens to another expert; a wrong window shows at the end.
-    error = max(errors.median().item(), errors[-_NUM_LAST:].median().item())
-    return error, _HALF_TOLERANCE
-
-
 def _compare(name: str, logits: torch.Tensor, ours: torch.Tensor) -> None:
-    error, tolerance = _error(logits, ours)
+    error, tolerance = disagreement(logits, ours)
     if not error <= tolerance:
         raise UnsupportedModelError(
             f"{name}: our logits differ from its own by {error:.2g} of their spread, more than "
