@@ -1,9 +1,13 @@
-"""Fixtures that every package's tests may use."""
+"""Fixtures that every package's tests may use, and no way to a network."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
+
+# For this process and those that tests start; read when transformers is imported, hence above it.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 from service.models import ModelError, default_home, resolve_model
 

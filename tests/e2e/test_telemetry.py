@@ -20,6 +20,8 @@ from telemetry.ledger.session import open_ledger
 from tests.ledger_file import wait_until_filed
 from tests.telemetry.otlp_receiver import Received, attributes_of, otlp_receiver
 
+pytestmark = pytest.mark.thorough  # servers as processes, four in all
+
 # What a healthy server without an energy counter has no reason to send.
 NOT_IN_THIS_RUN = {
     names.PREEMPTIONS.name,
@@ -174,7 +176,6 @@ def test_telemetry_and_the_ledger_name_the_same_start_of_the_server(
     assert {attributes_of(r)["service.instance.id"] for r in received.resources} == {*instances}
 
 
-@pytest.mark.thorough  # two starts of a server
 def test_a_server_that_is_killed_leaves_its_requests_to_the_next_start(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from engine.kv_storage import KVCacheShape
 from engine.layout.plan import NO_PADDING, PACKED_PADDING
 from tests.engine.driver import tiny_engine
 from tests.engine.test_models import SERVED, build
+from tests.marks import thorough
 
 BLOCKS = pytest.mark.parametrize("block_size", [None, 16], ids=["rows", "blocks"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -32,7 +33,7 @@ def keeps(
 
 @DTYPES
 @BLOCKS
-@pytest.mark.parametrize("by_hand", [False, True], ids=["fused", "by-hand"])
+@pytest.mark.parametrize("by_hand", [False, thorough(True)], ids=["fused", "by-hand"])
 def test_a_tokens_bits_do_not_depend_on_the_length_of_a_neighbour(
     dtype: torch.dtype, block_size: int | None, by_hand: bool
 ) -> None:

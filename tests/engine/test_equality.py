@@ -17,7 +17,7 @@ from tests.engine.driver import GREEDY, request, run, tiny_engine
 from tests.marks import thorough
 from tests.tiny import VOCAB_SIZE, related_draft, tiny_llama
 
-BATCH_SIZES = (1, 2, 5, 8)
+BATCH_SIZES = (thorough(1), 2, thorough(5), 8)
 DRAFTERS = (("prompt_lookup",), ("draft_model",), thorough(("prompt_lookup", "draft_model")))
 SEEDED = SamplingParams(temperature=0.8, top_k=30, top_p=0.95, seed=7)
 
@@ -134,7 +134,7 @@ def test_tokens_do_not_depend_on_which_rows_attend_together(
     assert sum(num_groups) > num_together
 
 
-@pytest.mark.parametrize("max_draft_tokens", [1, 2, 7, 16])
+@pytest.mark.parametrize("max_draft_tokens", [1, thorough(2), 7, thorough(16)])
 def test_tokens_do_not_depend_on_the_number_of_drafts(max_draft_tokens: int) -> None:
     engine = tiny_engine(
         drafters=("draft_model",), max_draft_tokens=max_draft_tokens, max_num_rows=4
@@ -159,7 +159,7 @@ def test_a_perfect_drafter_is_accepted_in_full_with_a_bonus_token_each_step() ->
     assert stats.acceptance_histogram == (0, 0, 0, 0, 5)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [thorough(GREEDY), SEEDED], ids=["greedy", "seeded"])
 def test_acceptance_of_a_request_does_not_depend_on_its_neighbours(
     sampling: SamplingParams,
 ) -> None:

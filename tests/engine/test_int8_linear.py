@@ -11,6 +11,7 @@ from engine.int8_linear import Int8Linear, quantize_linears
 from engine.loader import UnsupportedModelError
 from tests.engine.driver import request, run, tiny_engine
 from tests.engine.test_equality import SEEDED, prompts
+from tests.marks import thorough
 from tests.tiny import tiny_llama
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -77,7 +78,7 @@ def test_in_a_batch_with_drafts_the_tokens_are_those_of_the_rounded_model_alone(
     assert [whole.token_ids[str(n)] for n in range(6)] != expected  # it is another model
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [thorough(torch.float32), torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_seeded_request_is_the_same_alone_and_among_neighbours(dtype: torch.dtype) -> None:
     engine = tiny_engine(quantization="int8", dtype=dtype, max_num_rows=8, is_measured=True)
     assert engine.info.guarantee == "bit_exact"

@@ -7,6 +7,7 @@ from engine.request import FinishReason, RequestError, SamplingParams
 from engine.sampler import Sampler
 from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.engine.test_equality import generated, prompts
+from tests.marks import thorough
 from tests.tiny import EOS_TOKEN_ID
 
 BAD_TOKEN_ID = 319
@@ -115,7 +116,7 @@ def test_garbage_drafts_change_nothing() -> None:
     assert [outcome.token_ids[str(n)] for n in range(8)] == generated(8, 30)
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("block_size", [thorough(None), 16])
 def test_cancelling_frees_the_row_within_one_step_and_disturbs_no_neighbour(
     block_size: int | None,
 ) -> None:
@@ -152,6 +153,7 @@ def test_cancelling_frees_the_row_within_one_step_and_disturbs_no_neighbour(
         assert engine._scheduler.cache.num_free_rows == 4
 
 
+@pytest.mark.thorough
 def test_a_thousand_requests_leave_nothing_behind() -> None:
     engine = tiny_engine(drafters=("draft_model",), max_num_rows=8, kv_block_size=16)
     outcome = run(

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# A program of its own, which builds a backend of torch first.
+pytestmark = pytest.mark.thorough
+
 READS = "reads of the host that wait for the device"
 WAITING_WRITES = "writes that the host waits for"
 SETTINGS = ("prompt_lookup", "draft_model", "small_blocks", "head", "aligned")

@@ -1,9 +1,12 @@
 """The Makefile's targets are commands, never files, and CI runs every test among them."""
 
+import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -40,3 +43,27 @@ def test_make_test_leaves_no_folder_out() -> None:
     assert [word for word in words if word.startswith(("tests", "--ignore", "--deselect"))] == []
     checks = re.findall(r"^k8s-check:.*\n\t.*-m pytest (.*)$", MAKEFILE, re.MULTILINE)
     assert [shlex.split(found)[-1] for found in checks] == ["tests/k8s"]
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test"])
+def test_what_is_installed_is_installed_anew_only_when_the_constraints_change(
+    target: str, tmp_path: Path
+) -> None:
+    (tmp_path / "Makefile").write_text(MAKEFILE, encoding="utf-8")
+    stamp = tmp_path / ".venv" / ".installed"
+    stamp.parent.mkdir()
+    for age, path in enumerate([stamp, tmp_path / "pyproject.toml", tmp_path / "constraints.txt"]):
+        path.write_text((ROOT / path.name).read_text() if path != stamp else "")
+        os.utime(path, (1e9 - age, 1e9 - age))
+
+    def installs() -> bool:
+        planned = subprocess.run(
+            ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return "pip install" in planned.stdout
+
+    assert not installs()
+    os.utime(tmp_path / "constraints.txt", (1e9 + 1, 1e9 + 1))
+    assert installs()
+    stamp.unlink()
+    assert installs()

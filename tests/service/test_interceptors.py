@@ -53,7 +53,7 @@ async def test_calls_and_spans_have_the_status_of_the_client(spans: InMemorySpan
             with pytest.raises(TandemError):
                 await client.generate("x", temperature=-1).result()
             with pytest.raises(TandemError):
-                await client.generate("x", max_tokens=4000, timeout_seconds=0.1).result()
+                await client.generate("x", max_tokens=4000, timeout_seconds=0.5).result()
             async with aclosing(client.generate("x", max_tokens=4000).events()) as events:
                 await anext(events)
             await client.load()
@@ -188,7 +188,7 @@ async def test_client_spans_end_as_their_calls_do_and_are_the_parents_of_the_ser
             with pytest.raises(TandemError):
                 await client.generate("x", temperature=-1).result()
             with pytest.raises(TandemError):
-                await client.generate("x", max_tokens=4000, timeout_seconds=0.1).result()
+                await client.generate("x", max_tokens=4000, timeout_seconds=0.5).result()
             async with aclosing(client.generate("x", max_tokens=4000).events()) as events:
                 await anext(events)
             await client.load()

@@ -179,6 +179,7 @@ def test_a_database_that_is_away_costs_nothing_and_is_replayed_once(tmp_path: Pa
     assert not list((tmp_path / "j").glob("segment-*"))
 
 
+@pytest.mark.thorough
 def test_postgresql_killed_under_load_loses_and_doubles_nothing(tmp_path: Path) -> None:
     with running_postgres() as server:
         if server is None:

@@ -17,6 +17,7 @@ from engine.training.capture import Capturer
 from engine.training.unrolled import make_batch, unroll
 from tests.engine.driver import request, run, tiny_engine
 from tests.engine.head.heads import deep_tiny_llama, save_tiny_head, tiny_head
+from tests.marks import thorough
 from tests.tiny import tiny_tokenizer
 
 PROMPTS = ([5, 9, 17, 30, 8], [40, 41, 42], [100, 7, 7, 100, 12, 60, 61, 33, 2, 9], [77] * 4)
@@ -69,7 +70,7 @@ def offline_drafts(head: Eagle3Head, token_ids: list[int], num_prompt: int) -> l
     return [list(drafts) for drafts in zip(*per_step, strict=True)]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("num_rows", [thorough(1), 2, thorough(4)])
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_drafts_are_those_of_the_head_over_the_whole_conversation(
     tmp_path: Path, num_rows: int, block_size: int | None

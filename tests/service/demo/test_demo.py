@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from service.demo.exported import read_exported
 from tests.tiny import save_tiny_model
 
@@ -21,6 +23,7 @@ KEYS = {
 }
 
 
+@pytest.mark.thorough  # a server, three decodings of 16 prompts and transformers' own
 def test_the_demo_proves_every_token_and_writes_its_tables(tmp_path: Path) -> None:
     target = save_tiny_model(tmp_path / "model", max_tokens=8192)
     out = tmp_path / "demo"
