@@ -109,6 +109,7 @@ bench-ledger: $(STAMP) ## rates and losses of the ledger, cost of recording -> b
 
 bench-exports: $(STAMP) ## the ledger's rows into all tables, per second -> build/bench/exports.json
 	$(PY) -m tests.benchmarks.exports
+	$(PY) -m tests.benchmarks.exports --source postgresql --rows 1350000 --days 1 --workers 1
 
 bench-fleet: $(STAMP) ## a simulated fleet under 1x to 1,000x a recorded load -> build/bench/fleet.json, .png
 	$(PY) -m tests.benchmarks.fleet
