@@ -6,7 +6,8 @@ through_grpc_over_engine  tokens per second through the service over those of th
                           16 streams of the pulled model; see tests.benchmarks.service_overhead
 messages_per_second       200 concurrent streams with a fake engine, two client processes
 added_latency_p99_ms      from the end of a step to the client's hands, 16 streams at 25 steps/s
-cancel_storm              10,000 streams cancelled at random moments, and what was left of them
+cancel_storm              10,000 streams of a real engine, over a tiny model, cancelled at random
+                          moments, and what the server holds then: rows, blocks, tasks, ...
 """
 
 import argparse
@@ -14,10 +15,11 @@ import asyncio
 import json
 import os
 import platform
-import random
 import signal
+import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 from service.async_client import AsyncClient
 from service.client_calls import TandemError
 from tests.benchmarks.service_overhead import NUM_STREAMS, overhead
+from tests.service.cancels import cancel_at_random
 
 OUT = Path("build/bench/service.json")
 _PEERS = [sys.executable, "-m", "tests.benchmarks.service_peers"]
@@ -33,15 +36,30 @@ _PEERS = [sys.executable, "-m", "tests.benchmarks.service_peers"]
 
 @contextmanager
 def fake_server(num_rows: int, step_seconds: float) -> Iterator[str]:
-    command = [*_PEERS, "server", str(num_rows), str(step_seconds)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with _server("server", str(num_rows), str(step_seconds)) as (address, _):
+        yield address
+
+
+@contextmanager
+def _server(*arguments: str) -> "Iterator[tuple[str, subprocess.Popen[str]]]":
+    process = subprocess.Popen(
+        [*_PEERS, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
+        yield f"127.0.0.1:{int(process.stdout.readline())}", process
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-        process.stdout.close()
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+
+
+def _ask(process: "subprocess.Popen[str]") -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
 
 
 def _read(
@@ -72,38 +90,38 @@ def latency() -> dict[str, object]:
 
 
 def cancel_storm(num_cancels: int = 10_000) -> dict[str, object]:
-    draw = random.Random(2)
-
-    async def storm(address: str) -> int:
+    async def storm(address: str) -> None:
         async with AsyncClient(address) as client:
-            await client.model()
-            gate = asyncio.Semaphore(100)
+            await cancel_at_random(client, num_cancels, num_at_once=100)
 
-            async def one() -> None:
-                async with gate:
-                    stream = client.generate([5], max_tokens=4000)
-                    task = asyncio.ensure_future(stream.result())
-                    await asyncio.sleep(draw.random() * 0.05)
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-
-            await asyncio.gather(*(one() for _ in range(num_cancels)))
-            for _ in range(200):
-                load = await client.load()
-                leaked = load.num_running_requests + load.num_waiting_requests
-                leaked += load.num_total_blocks - load.num_free_blocks
-                leaked += load.num_outstanding_tokens > 0
-                if leaked == 0:
-                    return 0
-                await asyncio.sleep(0.05)
-            return leaked
-
-    with fake_server(64, 0.001) as address:
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-storm-") as folder,
+        _server("whole", "32", folder) as (address, process),
+    ):
+        _ask(process)
         try:
-            leaked = asyncio.run(storm(address))
+            asyncio.run(storm(address))
         except TandemError as error:
             raise SystemExit(f"the storm broke the server: {error}") from error
-    return {"cancel_storm": {"cancels": num_cancels, "leaked": leaked}}
+        left = json.loads(_ask(process))
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        if process.returncode:
+            raise SystemExit(f"the server ended with status {process.returncode}")
+        with sqlite3.connect(Path(folder) / "ledger.db") as ledger:
+            rows = dict(ledger.execute("SELECT outcome, count(*) FROM requests GROUP BY 1"))
+            [left["open_ledger_rows"]] = ledger.execute(
+                "SELECT count(*) FROM request_starts"
+            ).fetchone()
+    leaked = sum(left.values())
+    return {
+        "cancel_storm": {
+            "cancels": num_cancels,
+            "leaked": leaked,
+            "left": left,
+            "ledger_rows": rows,
+        }
+    }
 
 
 def main() -> None:
