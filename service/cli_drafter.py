@@ -126,7 +126,9 @@ def probe(
 
     with _failures_told():
         loaded = _load(target, dtype="float32")
-        found = load_head(head, loaded.model, target_fingerprint=loaded.fingerprint)
+        found = load_head(
+            head, loaded.model, target_fingerprint=loaded.fingerprint, is_to_be_probed=True
+        )
         texts = own_texts(loaded, num_texts=num_texts, num_tokens=num_tokens)
         report = measure(found, loaded, texts)
         for row in sorted(report.measured, key=lambda m: -m.acceptance_length):

@@ -83,10 +83,16 @@ class HeadConfig:
             f"needs {NUM_CAPTURED_LAYERS} layers, has {list(self.captured_layers)}",
         )
         require(
-            all(layer >= 0 for layer in self.captured_layers),
+            all(type(layer) is int and layer >= 0 for layer in self.captured_layers),
             "eagle_aux_hidden_state_layer_ids",
-            f"must not be negative: {list(self.captured_layers)}",
+            f"must be whole numbers, none negative: {list(self.captured_layers)}",
         )
+        require(
+            len(set(self.captured_layers)) == NUM_CAPTURED_LAYERS,
+            "eagle_aux_hidden_state_layer_ids",
+            f"names a layer twice: {list(self.captured_layers)}",
+        )
+        require(0 < self.rms_norm_eps < 1, "rms_norm_eps", f"is {self.rms_norm_eps!r}")
         require(
             not (self.norm_before_fc and self.fc_norm),
             "fc_norm",
@@ -157,6 +163,9 @@ class HeadConfig:
         _expect(layer, "hidden_act", "silu", prefix)
         for name in ("attention_bias", "mlp_bias"):
             _expect(layer, name, False, prefix, default=False)
+        _expect(layer, "partial_rotary_factor", 1.0, prefix, default=1.0)
+        _expect(content, "quantization_config", None)
+        _refuse_unknown_norms(content)
         hidden_size = _get(layer, "hidden_size", int, prefix)
         num_heads = _get(layer, "num_attention_heads", int, prefix)
         target_hidden_size = content.get("target_hidden_size")
@@ -176,7 +185,7 @@ class HeadConfig:
             intermediate_size=_get(layer, "intermediate_size", int, prefix),
             num_heads=num_heads,
             num_kv_heads=_get(layer, "num_key_value_heads", int, prefix),
-            head_size=layer.get("head_dim") or hidden_size // num_heads,
+            head_size=_get(layer, "head_dim", int, prefix),
             rms_norm_eps=float(_get(layer, "rms_norm_eps", (int, float), prefix)),
             rope_theta=rope_theta(layer, prefix),
             max_positions=_get(layer, "max_position_embeddings", int, prefix),
@@ -195,6 +204,7 @@ def rope_theta(layer: Mapping[str, Any], prefix: str = "") -> float:
     """The base of the rotary embedding; both spellings are read, and must agree."""
     nested = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     kind = nested.get("rope_type", nested.get("type", "default"))
+    _expect(nested, "partial_rotary_factor", 1.0, f"{prefix}rope_parameters.", default=1.0)
     if kind != "default":
         raise HeadFormatError(f"{prefix}rope_parameters.rope_type: {kind!r} is not supported")
     found = {float(v["rope_theta"]) for v in (layer, nested) if v.get("rope_theta") is not None}
@@ -203,6 +213,14 @@ def rope_theta(layer: Mapping[str, Any], prefix: str = "") -> float:
             f"{prefix}rope_theta: " + (f"stated twice: {sorted(found)}" if found else "is missing")
         )
     return found.pop()
+
+
+def _refuse_unknown_norms(content: Mapping[str, Any]) -> None:
+    """A norm that a later version of the format adds, and that would be left out."""
+    known = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+    for name, value in content.items():
+        if "norm" in name and name not in known and value:
+            raise HeadFormatError(f"{name}: {value!r} is not supported")
 
 
 def _num_draft_tokens(speculation: Mapping[str, Any]) -> int:

@@ -111,6 +111,11 @@ def _of_speculators(
         if complete.get(name) is None:
             complete[name] = default
             notes.append(f"{name}: not stated, {default} as in the speculators package")
+    layer = complete.get("transformer_layer_config")
+    if isinstance(layer, dict) and layer.get("head_dim") is None:
+        size, heads = (_number(layer, name) for name in ("hidden_size", "num_attention_heads"))
+        complete["transformer_layer_config"] = layer | {"head_dim": size // heads}
+        notes.append(f"head_dim: not stated, {size // heads} by the heads")
     _follow_tensors(complete, state, notes)
     return HeadConfig.from_json(complete)
 
@@ -148,11 +153,11 @@ def _of_flat(
         hidden_size=size,
         intermediate_size=_number(content, "intermediate_size"),
         num_heads=heads,
-        num_kv_heads=int(content.get("num_key_value_heads") or heads),
-        head_size=int(content.get("head_dim") or size // heads),
-        rms_norm_eps=float(content.get("rms_norm_eps") or 1e-6),
+        num_kv_heads=int(_stated(content, "num_key_value_heads", heads, notes)),
+        head_size=int(_stated(content, "head_dim", size // heads, notes)),
+        rms_norm_eps=float(_stated(content, "rms_norm_eps", 1e-6, notes)),
         rope_theta=_theta(content, notes, undo_rope_scaling),
-        max_positions=int(content.get("max_position_embeddings") or 2048),
+        max_positions=int(_stated(content, "max_position_embeddings", 2048, notes)),
         captured_layers=_layers(content, nested, num_layers, notes),
         norm_before_fc=bool(flags["norm_before_fc"]),
         fc_norm=bool(flags["fc_norm"]),
@@ -160,6 +165,13 @@ def _of_flat(
         norm_output=bool(flags["norm_output"]),
         num_draft_tokens=num_draft_tokens,
     )
+
+
+def _stated(content: Mapping[str, Any], name: str, default: Any, notes: list[str]) -> Any:
+    if content.get(name):
+        return content[name]
+    notes.append(f"{name}: not stated, {default} as Llama's")
+    return default
 
 
 def _theta(content: Mapping[str, Any], notes: list[str], undo_rope_scaling: bool) -> float:

@@ -44,7 +44,7 @@ def export_head(
     try:
         if to == "speculators":
             _write_speculators(head, card, staged, dtype, target_name)
-            again = load_head(staged, target.model)
+            again = load_head(staged, target.model, is_to_be_probed=True)
         else:
             _write_eagle(head, staged, dtype)
             again = import_head(staged, target).head

@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 
 from engine.drafter.head.config import HeadConfig, HeadFormatError
 from engine.drafter.head.file_names import CARD, CONFIG, WEIGHTS
+from engine.drafter.head.likeness import check_likeness
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import embedding_weight, output_weight
 
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FROM_TARGET = ("embed_tokens.weight", "lm_head.weight", "t2d")
 
 
@@ -86,11 +88,13 @@ def load_head(
     *,
     target_fingerprint: str | None = None,
     ignores_fingerprint: bool = False,
+    is_to_be_probed: bool = False,
 ) -> Eagle3Head:
     """The head of a folder, in float32. A slim one needs its target.
 
-    target_fingerprint is compared with the card's, if the card has one. Raises
-    HeadFormatError.
+    target_fingerprint is compared with the card's, if the card has one. is_to_be_probed: what
+    differs from the target without having been measured is no reason to refuse. Raises
+    HeadFormatError naming the field or tensor.
     """
     config = read_config(folder)
     card = read_card(folder)
@@ -101,6 +105,8 @@ def load_head(
             raise HeadFormatError(f"{message}{target_fingerprint}")
     if target is not None:
         check_fits(config, target)
+        if not is_to_be_probed:
+            check_likeness(config, card, target)
     path = folder / WEIGHTS
     if not path.exists():
         raise HeadFormatError(f"{path}: is missing; only safetensors are read")
@@ -114,16 +120,29 @@ def load_head(
             f"{path}: missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}"
         )
     for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
-            raise HeadFormatError(
-                f"{path}: {name} is {list(tensor.shape)}, config.json says "
-                f"{list(expected[name].shape)}"
-            )
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise HeadFormatError(f"{path}: {name} is not finite")
+        if reason := wrong_with(name, tensor, expected[name]):
+            raise HeadFormatError(f"{path}: {name}: {reason}")
+    if found := wrong_with_vocabulary(state["d2t"], state["t2d"], config.vocab_size):
+        raise HeadFormatError(f"{path}: {found[0]}: {found[1]}")
     head.load_state_dict(state)
-    _check_vocabulary(head, path)
     return head.eval().requires_grad_(False)
+
+
+def wrong_with(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Why a file's tensor cannot be the one that the configuration expects, or None."""
+    if tensor.shape != expected.shape:
+        return f"is {list(tensor.shape)}, config.json says {list(expected.shape)}"
+    if expected.is_floating_point():
+        if tensor.dtype not in _WEIGHT_DTYPES:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WEIGHT_DTYPES)
+            return f"is {tensor.dtype}, only {kinds} are read"
+        if not torch.isfinite(tensor).all():
+            return "is not finite"
+        if name == "embed_tokens.weight" and not tensor.any():
+            return "is all zero, which some programs write in the place of the target's"
+    elif tensor.is_floating_point():
+        return f"is {tensor.dtype}, not whole numbers"
+    return None
 
 
 def check_fits(config: HeadConfig, target: PreTrainedModel) -> None:
@@ -164,7 +183,16 @@ def _complete(
         state["lm_head.weight"] = weight[token_ids.to(weight.device)].float().cpu()
 
 
-def _check_vocabulary(head: Eagle3Head, path: Path) -> None:
-    token_ids = head.draft_token_ids
-    if int(head.t2d.sum()) != len(token_ids) or not bool(head.t2d[token_ids].all()):
-        raise HeadFormatError(f"{path}: d2t and t2d describe different vocabularies")
+def wrong_with_vocabulary(
+    d2t: torch.Tensor, t2d: torch.Tensor | None, vocab_size: int
+) -> tuple[str, str] | None:
+    """(field, reason) for maps that contradict themselves or each other, or None. d2t [Vd] and,
+    if it is there, t2d [V] as Eagle3Head has them."""
+    token_ids = torch.arange(len(d2t)) + d2t.long()
+    if bool(((token_ids < 0) | (token_ids >= vocab_size)).any()):
+        return "d2t", "points outside the vocabulary"
+    if len(set(token_ids.tolist())) != len(token_ids):
+        return "d2t", "names a token twice"
+    if t2d is not None and t2d.nonzero().flatten().tolist() != token_ids.sort().values.tolist():
+        return "t2d", "describes another vocabulary than d2t"
+    return None

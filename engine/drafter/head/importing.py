@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from engine.drafter.head.config import HeadConfig, HeadFormatError
 from engine.drafter.head.dialects import our_config, our_tensors, recognize
 from engine.drafter.head.file_names import CONFIG
-from engine.drafter.head.files import check_fits
+from engine.drafter.head.files import check_fits, wrong_with, wrong_with_vocabulary
 from engine.drafter.head.model import Eagle3Head
 from engine.loader import LoadedModel
 
@@ -85,17 +85,11 @@ def _fill(
     if missing or unknown:
         raise HeadFormatError(f"missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
     for name, tensor in state.items():
-        if tensor.shape != expected[name].shape:
-            raise HeadFormatError(
-                f"{name}: is {list(tensor.shape)}, the configuration says "
-                f"{list(expected[name].shape)}"
-            )
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise HeadFormatError(f"{name}: is not finite")
+        if reason := wrong_with(name, tensor, expected[name]):
+            raise HeadFormatError(f"{name}: {reason}")
+    if found := wrong_with_vocabulary(state["d2t"], state["t2d"], config.vocab_size):
+        raise HeadFormatError(f"{found[0]}: {found[1]}")
     head.load_state_dict(state)
-    token_ids = head.draft_token_ids
-    if int(head.t2d.sum()) != len(token_ids) or not bool(head.t2d[token_ids].all()):
-        raise HeadFormatError("t2d: describes another vocabulary than d2t")
     return head.eval().requires_grad_(False)
 
 

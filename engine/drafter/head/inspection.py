@@ -3,7 +3,6 @@
 Loading refuses at the first one; a person who has to repair a head wants all of them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.drafter.head.config import HeadConfig, HeadFormatError, rope_theta
+from engine.drafter.head.config import HeadConfig, HeadFormatError
 from engine.drafter.head.file_names import WEIGHTS
-from engine.drafter.head.files import FROM_TARGET, read_card, read_config
+from engine.drafter.head.files import (
+    FROM_TARGET,
+    read_card,
+    read_config,
+    wrong_with,
+    wrong_with_vocabulary,
+)
+from engine.drafter.head.likeness import PROBED, differences
 from engine.drafter.head.model import Eagle3Head
 from engine.drafter.head.tap import default_captured_layers
 from engine.loader import LoadedModel
@@ -47,9 +53,7 @@ def mismatches(folder: Path, target: LoadedModel | None) -> list[Mismatch]:
 
 def _of_tensors(folder: Path, config: HeadConfig, *, is_slim: bool) -> list[Mismatch]:
     with torch.device("meta"):
-        expected = {
-            name: tuple(tensor.shape) for name, tensor in Eagle3Head(config).state_dict().items()
-        }
+        expected = Eagle3Head(config).state_dict()
     optional = set(FROM_TARGET) if is_slim else {"t2d", "embed_tokens.weight"}
     if config.draft_vocab_size == config.vocab_size:
         optional.add("d2t")
@@ -62,33 +66,16 @@ def _of_tensors(folder: Path, config: HeadConfig, *, is_slim: bool) -> list[Mism
             for name in sorted(names - expected.keys()):
                 found.append(Mismatch(name, "is not known"))
             for name in sorted(names & expected.keys()):
-                shape = tuple(weights.get_slice(name).get_shape())
-                if shape != expected[name]:
-                    reason = f"is {list(shape)}, config.json says {list(expected[name])}"
+                if reason := wrong_with(name, weights.get_tensor(name), expected[name]):
                     found.append(Mismatch(name, reason))
-                elif name in ("d2t", "t2d"):
-                    continue
-                elif not torch.isfinite(weights.get_tensor(name)).all():
-                    found.append(Mismatch(name, "is not finite"))
-            if "d2t" in names and tuple(weights.get_slice("d2t").get_shape()) == expected["d2t"]:
+            if "d2t" in names - {mismatch.field for mismatch in found}:
                 t2d = weights.get_tensor("t2d") if "t2d" in names else None
-                found += _of_vocabulary(config, weights.get_tensor("d2t"), t2d)
+                d2t = weights.get_tensor("d2t")
+                if wrong := wrong_with_vocabulary(d2t, t2d, config.vocab_size):
+                    found.append(Mismatch(*wrong))
     except (OSError, SafetensorError) as error:
         found.append(Mismatch(WEIGHTS, str(error)))
     return found
-
-
-def _of_vocabulary(
-    config: HeadConfig, d2t: torch.Tensor, t2d: torch.Tensor | None
-) -> list[Mismatch]:
-    token_ids = torch.arange(len(d2t)) + d2t
-    if bool(((token_ids < 0) | (token_ids >= config.vocab_size)).any()):
-        return [Mismatch("d2t", "points outside the vocabulary")]
-    if len(set(token_ids.tolist())) != len(token_ids):
-        return [Mismatch("d2t", "names a token twice")]
-    if t2d is not None and t2d.nonzero().flatten().tolist() != sorted(token_ids.tolist()):
-        return [Mismatch("t2d", "describes another vocabulary than d2t")]
-    return []
 
 
 def _of_target(config: HeadConfig, card: Mapping[str, Any], target: LoadedModel) -> list[Mismatch]:
@@ -101,6 +88,9 @@ def _of_target(config: HeadConfig, card: Mapping[str, Any], target: LoadedModel)
         )
         if ours != theirs
     ]
+    unlike = differences(config, target.model)
+    found += [Mismatch(*difference, is_fatal=PROBED not in card) for difference in unlike]
+    is_output_ids = "eagle_aux_hidden_state_layer_ids" in dict(unlike)
     made_for = card.get("target_fingerprint")
     if made_for and made_for != target.fingerprint:
         found.append(
@@ -109,7 +99,9 @@ def _of_target(config: HeadConfig, card: Mapping[str, Any], target: LoadedModel)
     if max(config.captured_layers) >= text.num_hidden_layers:
         reason = f"{list(config.captured_layers)} of {text.num_hidden_layers} layers"
         found.append(Mismatch("eagle_aux_hidden_state_layer_ids", reason))
-    elif config.captured_layers != default_captured_layers(text.num_hidden_layers):
+    elif not is_output_ids and config.captured_layers != default_captured_layers(
+        text.num_hidden_layers
+    ):
         usual = list(default_captured_layers(text.num_hidden_layers))
         reason = f"{list(config.captured_layers)} are not the usual {usual}"
         found.append(Mismatch("eagle_aux_hidden_state_layer_ids", reason, is_fatal=False))
@@ -117,20 +109,7 @@ def _of_target(config: HeadConfig, card: Mapping[str, Any], target: LoadedModel)
     if config.target_architecture != architecture:
         reason = f"made for {config.target_architecture}, this is {architecture}"
         found.append(Mismatch("verifier.architectures", reason, is_fatal=False))
-    found += _of_positions(config, json.loads(text.to_json_string(use_diff=False)))
-    return found
-
-
-def _of_positions(config: HeadConfig, text: Mapping[str, Any]) -> list[Mismatch]:
-    found = []
-    try:
-        theirs = rope_theta(text)
-    except HeadFormatError:
-        theirs = config.rope_theta  # the target scales its positions: nothing to compare
-    if theirs != config.rope_theta:
-        reason = f"the head's is {config.rope_theta:g}, the target's {theirs:g}"
-        found.append(Mismatch("rope_theta", reason, is_fatal=False))
-    context = text.get("max_position_embeddings")
+    context = getattr(text, "max_position_embeddings", None)
     if isinstance(context, int) and config.max_positions < context:
         reason = f"{config.max_positions} of the target's {context}"
         found.append(Mismatch("max_position_embeddings", reason, is_fatal=False))
