@@ -14,7 +14,7 @@ from engine.audit import AuditVerdict
 from engine.drafter.registry import RegistryError
 from engine.engine import Engine
 from engine.loader import load_tokenizer
-from engine.request import GenerationRequest, RequestError, SamplingParams, StoppingParams
+from engine.request import GenerationRequest, SamplingParams, StoppingParams
 from service.app import Parts, Server
 from service.calls import CallTraceFilter
 from service.capture import PromptCapture
@@ -143,8 +143,17 @@ def public_name(target: str) -> str:
 def warm_up(engine: Engine) -> None:
     """Run one small request, so that the first client does not pay for lazy initialisation.
 
-    Raises what a broken model raises: a server that cannot generate must not start.
+    Raises SetUpError with the reason: a server that cannot generate must not start.
     """
+    try:
+        _warm_up(engine)
+    except SetUpError:
+        raise
+    except Exception as error:
+        raise SetUpError(f"the warm-up request failed: {error}") from error
+
+
+def _warm_up(engine: Engine) -> None:
     token_id = next(t for t in range(engine.info.vocab_size) if t not in engine.info.eos_token_ids)
     engine.submit(
         GenerationRequest(
@@ -158,7 +167,7 @@ def warm_up(engine: Engine) -> None:
     while engine.has_work():
         for stats in engine.step().finished:
             if stats.error is not None:
-                raise RequestError("warm-up", stats.error)
+                raise SetUpError(f"the warm-up request failed: {stats.error}")
     while (finding := engine.audit_next()) is not None:
         if finding.verdict is AuditVerdict.DIVERGENCE:
             raise SetUpError("the warm-up request diverged from the target alone")

@@ -37,8 +37,12 @@ async def run_until_signal(
     if watch is not None:
         watch.start()
     try:
-        await server.listen()
-        await _load_unless(server, stopping)
+        try:
+            await server.listen()
+            await _load_unless(server, stopping)
+        except BaseException:
+            await server.stop(0.0)  # probes see the port close, and no task outlives the loop
+            raise
         if not stopping.is_set():
             on_serving(server)
         await _first(stopping, server.failed)
