@@ -8,17 +8,23 @@ any head can be scored on it. Names say which definition is meant:
   acceptance length (tau)  1 + mean accepted drafts per round, the target's own token included
 
 At temperature 0 rounds are walked as an engine walks them: a round of n accepted drafts is
-followed by one n + 1 tokens later. At temperature 1 the expected accepted length of a
-round, sum over k of the product of the overlaps, is averaged over positions.
+followed by one n + 1 tokens later. At temperature 1 there are two figures, for there are two
+rules. Under the rejection rule the expected accepted length of a round, sum over k of the
+product of the overlaps, is averaged over positions. Under the coupled rule, the default of
+serving, the drafts follow from the seed of the answer: its rounds are walked like greedy ones.
+
+All of this is replay. What only live traffic shows, speed, is not here: `make bench-heads`
+measures it, and experiments compare heads in production.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.drafter.head.model import Eagle3Head
 from engine.training.feature_cache import CachedRow, FeatureCache
+from engine.training.replay import coupled_matches
 from engine.training.scores import Teacher, score
 from engine.training.unrolled import make_batch, unroll
 
@@ -31,7 +37,7 @@ class ConversationScore:
     the longest kind that accepted draft k. expected[k]: mean expected accepted drafts of
     rounds of at most k + 1 sampled drafts. confidences: (confidence, was accepted) of reached
     drafts. walk: (output position, accepted drafts) of every round of the longest kind. language:
-    of the answer, ISO 639-1.
+    of the answer, ISO 639-1. coupled_walk: as walk, of a sampled answer under the coupled rule.
     """
 
     key: str
@@ -45,6 +51,7 @@ class ConversationScore:
     confidences: tuple[tuple[float, bool], ...]
     walk: tuple[tuple[int, int], ...]
     language: str = "unknown"
+    coupled_walk: tuple[tuple[int, int], ...] = ()
 
 
 def walk_rounds(is_match: Sequence[Sequence[bool]], num_drafts: int) -> list[tuple[int, int]]:
@@ -70,9 +77,10 @@ def score_conversations(
     rows: Iterable[CachedRow],
     num_steps: int,
     language_of: Callable[[Sequence[int]], str] | None = None,
+    seeds: Mapping[str, int] | None = None,
 ) -> list[ConversationScore]:
     """One score per conversation that has anything to draft. language_of: from an answer's token
-    ids to its language."""
+    ids to its language. seeds: of the answers by their keys, for their coupled walks."""
     found = []
     for row in rows:
         features = cache.read(row)
@@ -93,6 +101,17 @@ def score_conversations(
                 confidences.append((value, bool(ok)))
                 if not ok:
                     break
+        coupled: list[tuple[int, int]] = []
+        if seeds is not None and row.temperature > 0:
+            drawn = coupled_matches(
+                outputs,
+                batch,
+                head.lm_head.weight,
+                teacher.draft_token_ids,
+                temperature=row.temperature,
+                seed=seeds[row.key],
+            )
+            coupled = walk_rounds(drawn, num_steps)
         found.append(
             ConversationScore(
                 row.key,
@@ -108,6 +127,7 @@ def score_conversations(
                 language_of(features.token_ids[row.num_prompt_tokens :].tolist())
                 if language_of is not None
                 else "unknown",
+                tuple(coupled),
             )
         )
     return found
@@ -126,6 +146,12 @@ def sampled_acceptance_length(scores: Sequence[ConversationScore], num_drafts: i
     """Mean over conversations, weighted by their output tokens."""
     total = sum(s.num_output_tokens for s in scores)
     return 1 + sum(s.expected[num_drafts - 1] * s.num_output_tokens for s in scores) / max(1, total)
+
+
+def coupled_acceptance_length(scores: Sequence[ConversationScore]) -> float | None:
+    """Under the coupled rule with the longest drafts; None where no sampled answer was walked."""
+    counts = [count for score in scores for _, count in score.coupled_walk]
+    return 1 + sum(counts) / len(counts) if counts else None
 
 
 def served_acceptance_length(greedy: float, sampled: float, sampled_share: float) -> float:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from engine.drafter.head.calibration import fit_calibration
 from engine.drafter.head.files import load_head
+from engine.training.conversations import read_conversations
 from engine.training.data_stage import answer_prompts
 from engine.training.evaluation import ConversationScore, score_conversations
 from engine.training.feature_cache import FeatureCache
@@ -69,6 +70,7 @@ class EvaluationSet:
                         cache.rows,
                         num_drafts,
                         language_reader(target.tokenizer),
+                        {row.key: row.seed for row in read_conversations(run.folder / "data")},
                     )
                 )
         return found[0], found[1]

@@ -9,6 +9,7 @@ from engine.training.errors import TrainingError
 from engine.training.evaluation import (
     ConversationScore,
     bootstrap,
+    coupled_acceptance_length,
     expected_calibration_error,
     greedy_acceptance_length,
     paired_bootstrap,
@@ -30,6 +31,7 @@ def summarize(
     depth = range(1, num_drafts + 1)
     accepted_at = [sum(count >= k for s in greedy for _, count in s.walk) for k in depth]
     confidences = [pair for s in greedy for pair in s.confidences]
+    coupled = coupled_acceptance_length(sampled)
     return {
         "num_conversations": len(greedy),
         "num_rounds": rounds,
@@ -38,6 +40,7 @@ def summarize(
         "ci": [round(x, 4) for x in bootstrap(greedy, num_drafts)],
         "acceptance_length_sampled": round(sampled_acceptance_length(sampled, num_drafts), 4),
         "ci_sampled": [round(x, 4) for x in bootstrap(sampled, num_drafts, is_greedy=False)],
+        "acceptance_length_coupled": None if coupled is None else round(coupled, 4),
         "by_draft_length": {str(k): round(greedy_acceptance_length(greedy, k), 4) for k in depth},
         "accept_reach": [round(n / max(1, rounds), 4) for n in accepted_at],
         "accept_cond": [
