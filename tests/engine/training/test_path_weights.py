@@ -154,6 +154,25 @@ def test_chains_converge_to_the_desired_distribution() -> None:
     assert p.shape == q.shape
 
 
+def test_chains_keep_to_the_desired_distribution_when_the_proposal_prefers_some_paths() -> None:
+    """Every path as often in a context as the proposal is likely to draw it: what chains reach is
+    known by enumeration."""
+    copies = torch.tensor([1, 2, 3, 10])
+    desired = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    drawn = torch.arange(4).repeat_interleave(copies)  # [S]
+    log_desired = desired.log()[drawn].expand(400, -1)
+    log_proposal = (copies / copies.sum()).log()[drawn].expand(400, -1)
+
+    def shares(proposal: torch.Tensor, seed: int) -> torch.Tensor:
+        found = chain_moves(log_desired, proposal, 40, torch.Generator().manual_seed(seed))
+        of_path = torch.zeros(400, 4).index_add_(1, drawn, found)
+        return of_path.mean(0)
+
+    assert (shares(log_proposal, 0) - desired).abs().max() < 0.02
+    # The planted bug: a ratio without the proposal's own probabilities goes elsewhere.
+    assert (shares(torch.zeros_like(log_proposal), 1) - desired).abs().max() > 0.1
+
+
 def test_a_path_teaches_up_to_its_first_rejection_and_the_correction_there() -> None:
     accept = torch.tensor([[1.0, 0.0, 1.0], [0.5, 1.0, 1.0]])
     imitate, correct = position_weights(accept)
