@@ -275,6 +275,7 @@ class Engine:
             num_free_blocks=pool.num_available,
             num_total_blocks=pool.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
+            num_audits_dropped=self._idle.audits.num_dropped,
             drafter_events=self._drafters.take_events(),
             preempted_request_ids=self._scheduler.take_preempted(),
         )

@@ -51,7 +51,8 @@ class DrafterEvent:
 class StepStats:
     """One engine step. Rows are those that computed at least one position.
 
-    num_preemptions counts since the engine's start; all other numbers are of this step.
+    num_preemptions and num_audits_dropped (see EngineLoad) count since the engine's start; all
+    other numbers are of this step.
     """
 
     step_index: int
@@ -67,6 +68,7 @@ class StepStats:
     num_free_blocks: int
     num_total_blocks: int
     num_preemptions: int
+    num_audits_dropped: int = 0
     drafter_events: tuple[DrafterEvent, ...] = ()
     preempted_request_ids: tuple[str, ...] = ()
 

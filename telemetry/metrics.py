@@ -33,7 +33,8 @@ class Metrics:
         for verdict in Verdict:  # a counter that begins with its first divergence shows no increase
             self._add(names.AUDITS, 0, self._of_verdict(verdict))
         self._ledger_totals = (0, 0, 0, 0)
-        self._num_preemptions = 0
+        self._step_totals = (0, 0)  # of the engine, so far
+        self._add(names.AUDITS_DROPPED, 0)
 
     def on_step(self, stats: StepStats) -> None:
         """One engine step. One thread, steps in order."""
@@ -55,9 +56,13 @@ class Metrics:
             self._record(names.DRAFT_LENGTH, row.num_draft_positions)
             if row.num_emitted_tokens:
                 self._record(names.TOKENS_PER_STEP, row.num_emitted_tokens)
-        if stats.num_preemptions > self._num_preemptions:
-            self._add(names.PREEMPTIONS, stats.num_preemptions - self._num_preemptions)
-        self._num_preemptions = stats.num_preemptions  # the engine's total so far
+        totals = (stats.num_preemptions, stats.num_audits_dropped)
+        before, self._step_totals = self._step_totals, totals
+        for spec, total, earlier in zip(
+            (names.PREEMPTIONS, names.AUDITS_DROPPED), totals, before, strict=True
+        ):
+            if total > earlier:
+                self._add(spec, total - earlier)
 
     def _on_decisions(self, stats: StepStats) -> None:
         num_drafting = sum(row.num_draft_positions > 0 for row in stats.rows)

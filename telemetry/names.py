@@ -231,6 +231,10 @@ AUDITS = MetricSpec(
     "tandem.audit.results", Instrument.COUNTER, "{request}",
     "Audited requests by verdict: exact, numeric_tie, divergence.", (ATTR_VERDICT,),
 )  # fmt: skip
+AUDITS_DROPPED = MetricSpec(
+    "tandem.audit.dropped", Instrument.COUNTER, "{request}",
+    "Requests chosen for an audit that gave way to later ones: no idle time came.",
+)  # fmt: skip
 ENERGY = MetricSpec(
     "tandem.energy", Instrument.COUNTER, "J",
     "Measured energy; nothing is counted while no source works.", (ATTR_ENERGY_SOURCE,),
@@ -280,7 +284,7 @@ METRICS: tuple[MetricSpec, ...] = (
     STEP_DURATION, STEP_PHASE_TIME, TOKENS, REQUESTS, REJECTS, DRAFTS, DRAFTED, ACCEPTED,
     EMITTED_ACCEPTED, DRAFTED_BY_POSITION, ACCEPTED_BY_POSITION, DRAFT_LENGTH, DECISIONS,
     DRAFTER_EVENTS, BREAKER_CHANGES, BREAKER_OPEN, ACCEPTANCE_DROP, GOODPUT, ROWS, QUEUE_DEPTH,
-    BLOCKS, PREFIX_LOOKUPS, PREEMPTIONS, AUDITS, ENERGY, ENERGY_SOURCE_UP, COST, LEDGER_RECORDS,
-    LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST, EXPORT_FAILURES,
-    CAPTURED_PROMPTS,
+    BLOCKS, PREFIX_LOOKUPS, PREEMPTIONS, AUDITS, AUDITS_DROPPED, ENERGY, ENERGY_SOURCE_UP, COST,
+    LEDGER_RECORDS, LEDGER_QUEUE, LEDGER_LAG, LEDGER_SPILLED, LEDGER_JOURNAL_BYTES, LEDGER_LOST,
+    EXPORT_FAILURES, CAPTURED_PROMPTS,
 )  # fmt: skip

@@ -126,6 +126,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _by(names.DRAFTER_EVENTS, names.ATTR_DRAFTER_EVENT, "Fall-backs of drafters", "short"),
             _by(names.AUDITS, names.ATTR_VERDICT, "Audit verdicts", "reqps"),
             Panel(
+                "Audits that gave way",
+                "reqps",
+                ((rate(names.AUDITS_DROPPED), "dropped"),),
+                names.AUDITS_DROPPED.description,
+            ),
+            Panel(
                 "Breaker of speculation",
                 "short",
                 (

@@ -273,6 +273,11 @@ def test_only_the_share_of_requests_is_audited_and_the_queue_is_bounded() -> Non
     engine = tiny_engine(audit=AuditConfig(share=0.3, max_jobs=1000))
     run(engine, [request(f"request-{n}", [5, 6], max_tokens=1) for n in range(200)])
     assert 30 <= engine.load().num_audits_waiting <= 90
+    small = tiny_engine(audit=AuditConfig(share=1.0, max_jobs=2))
+    steps = run(small, [request(str(n), [5, 6], max_tokens=1) for n in range(5)]).steps
+    load = small.load()
+    assert (load.num_audits_waiting, load.num_audits_dropped) == (2, 3)
+    assert steps[-1].num_audits_dropped == 3
     silent = tiny_engine()
     run(silent, [request("a", [5, 6])])
     assert silent.audit_next() is None

@@ -73,7 +73,11 @@ def _steps(metrics: Metrics) -> None:
         DrafterEvent("head", DrafterEventKind.RECOVERED),
     )
     for preemptions in (1, 3):
-        stats = replace(step(0, 2_000_000_000, row("a", draft=3)), num_preemptions=preemptions)
+        stats = replace(
+            step(0, 2_000_000_000, row("a", draft=3)),
+            num_preemptions=preemptions,
+            num_audits_dropped=2 * preemptions,
+        )
         metrics.on_step(replace(stats, drafter_events=events if preemptions == 3 else ()))
 
 
@@ -123,6 +127,7 @@ COST = RequestCost(10_000_000, 1_000_000, 2_000_000, 3_000_000, 1_000_000, 4_000
             _steps,
             {
                 names.PREEMPTIONS: {(): 3},
+                names.AUDITS_DROPPED: {(): 6},
                 names.DRAFTER_EVENTS: {("head", "failed"): 2, ("head", "recovered"): 1},
                 names.STEP_DURATION: {(): 4.0},
                 names.STEP_PHASE_TIME: {("verify",): 4.0},
