@@ -31,7 +31,9 @@ def replay(engine: Engine, case: AuditCase) -> AuditReplay:
     job = case.job
     plain = replace(
         job.request,
-        speculation=replace(job.request.speculation, mode=SpeculationMode.OFF, drafter=None),
+        speculation=replace(
+            job.request.speculation, mode=SpeculationMode.OFF, drafter=None, drafters=None
+        ),
     )
     again = replace(_decode(engine, job.request), drafter=job.drafter)
     plainly = _decode(engine, plain)

@@ -22,10 +22,12 @@ def make_live(
 ) -> LiveRequest:
     """Raises RequestError naming the field that this model or server cannot serve."""
     validate_against_model(request, info.vocab_size, info.max_model_tokens)
-    for wanted in request.speculation.named_drafters or ():
+    for index, wanted in enumerate(request.speculation.named_drafters or ()):
         if wanted not in known_drafters:
+            is_list = request.speculation.drafter is None
             raise RequestError(
-                "speculation.drafter", f"unknown {wanted!r}; available: {', '.join(info.drafters)}"
+                f"speculation.drafters[{index}]" if is_list else "speculation.drafter",
+                f"unknown {wanted!r}; available: {', '.join(info.drafters)}",
             )
     live = LiveRequest(request, list(request.prompt_token_ids))
     eos = () if request.stopping.ignore_eos else info.eos_token_ids

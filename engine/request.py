@@ -228,8 +228,8 @@ class StoppingParams:
 class SpeculationParams:
     """What a request wants of speculation. None leaves the choice to the server.
 
-    drafter: the only one that may draft. drafters: those that may, in the server's order of
-    preference, where drafter is None.
+    drafter: the only one that may draft. drafters: those that may where drafter is None, the
+    first choice first; the next one drafts where one proposes nothing, keeps missing or has failed.
     """
 
     mode: SpeculationMode = SpeculationMode.AUTO

@@ -37,6 +37,10 @@ def generate(
     speculation: Annotated[
         bool | None, typer.Option(help="Draft always or never; the output is the same.")
     ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="Who may draft; several times: in this order. Default: the server's."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     target: Annotated[str | None, typer.Option(help="Model of a private server.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of a private server.")] = None,
@@ -60,6 +64,7 @@ def generate(
                 top_p=top_p,
                 seed=seed,
                 speculation=speculation,
+                drafters=drafter or (),
             )
             _show(client, request, model)
     except TandemError as error:

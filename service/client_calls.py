@@ -111,6 +111,7 @@ def build_request(
     num_completions: int | None = None,
     speculation: bool | None = None,
     drafter: str = "",
+    drafters: Sequence[str] = (),
     max_draft_tokens: int | None = None,
     labels: Mapping[str, str] | None = None,
     priority: int | None = None,
@@ -118,6 +119,7 @@ def build_request(
     """A request for a text, token ids, or messages ({"role": ..., "content": ...}).
 
     Left out: the server's defaults. speculation: True on, False off, None the server's choice.
+    drafter: the only one that may draft; drafters: those that may, first choice first.
     For everything else there is, change the message that is returned.
     """
     request = pb.GenerateRequest(
@@ -134,7 +136,9 @@ def build_request(
     if speculation is not None:
         mode = pb.SpeculationOptions.MODE_ON if speculation else pb.SpeculationOptions.MODE_OFF
     request.speculation.MergeFrom(
-        pb.SpeculationOptions(mode=mode, drafter=drafter, max_draft_tokens=max_draft_tokens)
+        pb.SpeculationOptions(
+            mode=mode, drafter=drafter, drafters=drafters, max_draft_tokens=max_draft_tokens
+        )
     )
     request.labels.update(labels or {})
     return request

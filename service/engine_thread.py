@@ -190,6 +190,7 @@ class EngineThread:
             if findings is not None:
                 for finding in findings:
                     self._on_audit(finding)
+                    self._load = engine.load()
                 self._watch_breaker(engine)
                 continue
             measured = engine.shadow_next()

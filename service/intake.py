@@ -137,11 +137,13 @@ def _check_limits(serving: Serving, order: GenerationOrder) -> None:
     wanted = order.speculation
     if wanted.mode is SpeculationMode.ON and not serving.info.drafters:
         raise errors.speculation_impossible("this server has no drafter")
-    if wanted.drafter is not None and wanted.drafter not in serving.info.drafters:
-        raise RequestError(
-            "speculation.drafter",
-            f"unknown drafter {wanted.drafter!r}; this server has {list(serving.info.drafters)}",
-        )
+    for index, name in enumerate(wanted.named_drafters or ()):
+        if name not in serving.info.drafters:
+            field = "drafter" if wanted.drafter is not None else f"drafters[{index}]"
+            raise RequestError(
+                f"speculation.{field}",
+                f"unknown drafter {name!r}; this server has {list(serving.info.drafters)}",
+            )
     max_draft_tokens = serving.limits.max_draft_tokens
     if wanted.max_draft_tokens is not None and wanted.max_draft_tokens > max_draft_tokens:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The drafters in their order of preference: the first that proposes for a row wins.
+"""The drafters, and for every request its order of preference: the first that proposes wins.
 
 A drafter that raises is left out for a while and named in `failures`; its rows go on without
 it, because a proposal is never worth a request. One whose drafts a request keeps refusing gives
@@ -21,6 +21,7 @@ from engine.drafter.base import (
     Proposal,
 )
 from engine.drafter.health import FailureBackOff, RequestMisses
+from engine.drafter.turns import Turns
 from engine.goodput import DraftSource
 from engine.layout.plan import ForwardRow
 from engine.live_request import LiveRequest
@@ -53,8 +54,8 @@ class DrafterChain:
 
     def add(self, drafter: Drafter) -> None:
         """A further one, last in the order, for requests that name it."""
-        self._append(drafter)
         self._by_name_only.add(drafter.name)
+        self._append(drafter)
 
     def remove(self, name: str) -> None:
         """Take out one that drafts by name only, with what it kept of any request."""
@@ -80,44 +81,43 @@ class DrafterChain:
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         proposals = [NO_PROPOSAL] * len(jobs)
         now = self._clock()
-        for drafter in self._drafters:
-            if not self._back_offs[drafter.name].allows(now):
+        by_name = self._by_name()
+        turns = Turns([self._order(job.live) for job in jobs], self.names)
+        while (turn := turns.take()) is not None:
+            name, rows = turn
+            drafter = by_name[name]
+            if not self._back_offs[name].allows(now):
                 continue
-            open_jobs = [
-                index
-                for index, job in enumerate(jobs)
-                if not proposals[index].token_ids
-                and self._may_use(job.live, drafter)
-                and self._still_helps(job, drafter)
-            ]
-            if not open_jobs:
+            rows = [index for index in rows if self._still_helps(jobs[index], drafter)]
+            if not rows:
                 continue
             try:
-                found = drafter.propose([jobs[index] for index in open_jobs])
+                found = drafter.propose([jobs[index] for index in rows])
             except Exception as error:
-                self._fail(drafter, error, [jobs[index].live for index in open_jobs])
+                self._fail(drafter, error, [jobs[index].live for index in rows])
                 continue
-            if self._back_offs[drafter.name].succeed():
-                del self.failures[drafter.name]
-                self._events.append(DrafterEvent(drafter.name, DrafterEventKind.RECOVERED))
-            for index, proposal in zip(open_jobs, found, strict=True):
+            if self._back_offs[name].succeed():
+                del self.failures[name]
+                self._events.append(DrafterEvent(name, DrafterEventKind.RECOVERED))
+            for index, proposal in zip(rows, found, strict=True):
                 spent = proposals[index].num_positions + proposal.num_positions
                 proposals[index] = replace(proposal, num_positions=spent)
+                if proposal.token_ids:
+                    turns.finish(index)
         return proposals
 
     def foresee(self, live: LiveRequest) -> DraftSource | None:
         """Who would draft for a row now; None if nobody. Nothing is tried, nothing counted."""
-        now = self._clock()
-        for drafter in self._drafters:
-            if not (self._may_use(live, drafter) and self._back_offs[drafter.name].allows(now)):
+        now, by_name = self._clock(), self._by_name()
+        for name in self._order(live):
+            if not self._back_offs[name].allows(now) or self._is_given_up(live, name):
                 continue
-            if self._is_given_up(live, drafter.name):
-                continue
+            drafter = by_name[name]
             if not isinstance(drafter, ForesightDrafter):
-                return DraftSource(drafter.name, is_free=False)
+                return DraftSource(name, is_free=False)
             try:
                 if drafter.will_propose(live):
-                    return DraftSource(drafter.name, is_free=True)
+                    return DraftSource(name, is_free=True)
             except Exception as error:
                 self._fail(drafter, error, [live])
         return None
@@ -170,9 +170,8 @@ class DrafterChain:
         )
 
     def _later(self, live: LiveRequest, name: str) -> bool:
-        """Whether the request may go on with a drafter further down the list."""
-        usable = [d.name for d in self._drafters if self._may_use(live, d)]
-        return any(n not in self.failures for n in _after(name, usable))
+        """Whether the request may go on with a drafter further down its list."""
+        return any(n not in self.failures for n in _after(name, self._order(live)))
 
     def forget(self, request_id: str) -> None:
         self._misses.pop(request_id, None)
@@ -183,11 +182,19 @@ class DrafterChain:
         for drafter in self._drafters:
             drafter.check_integrity()
 
-    def _may_use(self, live: LiveRequest, drafter: Drafter) -> bool:
+    def _order(self, live: LiveRequest) -> Sequence[str]:
+        """Who may draft for a request, first choice first: as it names them, or as the server
+        prefers."""
+        if not live.speculates:
+            return ()
         named = live.request.speculation.named_drafters
         if named is None:
-            return live.speculates and drafter.name not in self._by_name_only
-        return live.speculates and drafter.name in named
+            return [d.name for d in self._drafters if d.name not in self._by_name_only]
+        known = self.names
+        return [name for name in named if name in known]
+
+    def _by_name(self) -> dict[str, Drafter]:
+        return {drafter.name: drafter for drafter in self._drafters}
 
 
 def _after(name: str, names: Sequence[str]) -> Sequence[str]:

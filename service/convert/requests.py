@@ -240,4 +240,19 @@ def _read_speculation(message: pb.SpeculationOptions) -> SpeculationParams:
             message.max_draft_tokens if message.HasField("max_draft_tokens") else None
         ),
         drafter=message.drafter or None,
+        drafters=_read_drafters(message),
     )
+
+
+def _read_drafters(message: pb.SpeculationOptions) -> tuple[str, ...] | None:
+    """Which of them there are is for the server to say."""
+    names = tuple(message.drafters)
+    if not names:
+        return None
+    if message.drafter:
+        raise RequestError("speculation.drafters", "cannot be combined with speculation.drafter")
+    for index, name in enumerate(names):
+        if not name or name in names[:index]:
+            reason = f"{name!r} is there already" if name else "must not be empty"
+            raise RequestError(f"speculation.drafters[{index}]", reason)
+    return names

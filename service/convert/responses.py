@@ -205,6 +205,8 @@ def write_load(
         response.num_free_blocks = load.num_free_blocks
         response.num_total_blocks = load.num_total_blocks
         response.num_steps = load.num_steps
+        response.num_waiting_audits = load.num_audits_waiting
+        response.num_dropped_audits = load.num_audits_dropped
         if load.last_step_at is not None:
             response.since_last_step.CopyFrom(write_duration(now - load.last_step_at))
     return response

@@ -83,9 +83,10 @@ class LiveExperiments:
         self._share_out()
 
     def assign(self, order: GenerationOrder, tenant: str, now: float) -> Assigned:
-        """now: Unix seconds. A client that chooses its drafter, or none, is in no experiment."""
+        """now: Unix seconds. A client that chooses its drafters, or none, is in no experiment."""
         experiment, wanted = self._running, order.speculation
-        if experiment is None or wanted.drafter is not None or wanted.mode is SpeculationMode.OFF:
+        chooses = wanted.named_drafters is not None or wanted.mode is SpeculationMode.OFF
+        if experiment is None or chooses:
             return Assigned(replace(order, speculation=self._names.resolved(wanted)))
         unit = tenant if experiment.unit == "tenant" and tenant else order.request_id
         variant = experiment.control

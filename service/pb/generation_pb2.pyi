@@ -638,21 +638,30 @@ class SpeculationOptions(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     mode: Global___SpeculationOptions.Mode.ValueType
     max_draft_tokens: _builtins.int
     """Most tokens drafted per step, 0 to the server's limit. Default: the server's choice."""
     drafter: _builtins.str
-    """Name of a drafter in GetModel. Empty: the server's choice."""
+    """Name of a drafter in GetModel, the only one that may draft. Empty: the server's choice."""
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of drafters in GetModel, the first choice first, each once: the next one drafts where
+        one has nothing to propose, keeps missing or has failed. Empty: the server's choice. Not
+        together with `drafter`.
+        """
+
     def __init__(
         self,
         *,
         mode: Global___SpeculationOptions.Mode.ValueType = ...,
         max_draft_tokens: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "drafter", b"drafter", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "drafter", b"drafter", "drafters", b"drafters", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -1476,7 +1485,7 @@ class GetModelResponse(_message.Message):
     """"none", or "int8": weights of 8 bits. What is guaranteed is the output of that model."""
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names for SpeculationOptions.drafter, in the order of preference."""
+        """Names for SpeculationOptions.drafter and .drafters, in the order of preference."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1624,6 +1633,8 @@ class GetLoadResponse(_message.Message):
     NUM_OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
     ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_AUDITS_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_AUDITS_FIELD_NUMBER: _builtins.int
     num_waiting_requests: _builtins.int
     num_running_requests: _builtins.int
     num_rows: _builtins.int
@@ -1635,6 +1646,12 @@ class GetLoadResponse(_message.Message):
     """Tokens that waiting and running requests may still need."""
     draining: _builtins.bool
     """The server finishes what it has and takes nothing new."""
+    num_waiting_audits: _builtins.int
+    """Finished requests that wait for idle time to be audited."""
+    num_dropped_audits: _builtins.int
+    """Since the start: requests chosen for an audit that gave way to later ones, because no idle
+    time came.
+    """
     @_builtins.property
     def since_last_step(self) -> _duration_pb2.Duration:
         """Time since the last step; left out before the first."""
@@ -1656,10 +1673,12 @@ class GetLoadResponse(_message.Message):
         num_outstanding_tokens: _builtins.int = ...,
         estimated_wait: _duration_pb2.Duration | None = ...,
         draining: _builtins.bool = ...,
+        num_waiting_audits: _builtins.int = ...,
+        num_dropped_audits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "since_last_step", b"since_last_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "estimated_wait", b"estimated_wait", "num_free_blocks", b"num_free_blocks", "num_outstanding_tokens", b"num_outstanding_tokens", "num_rows", b"num_rows", "num_running_requests", b"num_running_requests", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting_requests", b"num_waiting_requests", "since_last_step", b"since_last_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "estimated_wait", b"estimated_wait", "num_dropped_audits", b"num_dropped_audits", "num_free_blocks", b"num_free_blocks", "num_outstanding_tokens", b"num_outstanding_tokens", "num_rows", b"num_rows", "num_running_requests", b"num_running_requests", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting_audits", b"num_waiting_audits", "num_waiting_requests", b"num_waiting_requests", "since_last_step", b"since_last_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

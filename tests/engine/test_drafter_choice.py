@@ -53,13 +53,15 @@ def chain() -> DrafterChain:
         ({}, "head"),
         ({"drafter": "head:b"}, "head:b"),
         ({"drafters": ("prompt_lookup", "head:b")}, "head:b"),
-        ({"drafters": ("head:b", "head:a")}, "head:a"),
+        ({"drafters": ("head:b", "head:a")}, "head:b"),
+        ({"drafters": ("head:a", "head:b")}, "head:a"),
+        ({"drafters": ("gone", "head:a")}, "head:a"),
         ({"drafters": ("prompt_lookup",)}, ""),
         ({"drafters": ()}, ""),
         ({"drafter": "head", "drafters": ("head:a",)}, "head"),
     ],
 )
-def test_a_request_is_drafted_for_by_those_it_may_use_in_the_servers_order(
+def test_a_request_is_drafted_for_by_those_it_may_use_in_its_own_order(
     chain: DrafterChain, speculation: dict[str, object], expected: str
 ) -> None:
     assert _chosen(chain, **speculation) == expected

@@ -8,6 +8,8 @@ import grpc
 import pytest
 from grpc import aio
 
+from engine.request import GenerationRequest
+from service.client_calls import build_request
 from service.pb import generation_pb2 as pb
 from tests.fakes import FAKE_INFO, FakeEngine, fake_token
 from tests.service.serving import MODEL_NAME, Running, running_server
@@ -54,6 +56,20 @@ async def test_started_says_how_the_request_is_drafted_for() -> None:
     )
     assert asked.acceptance_rule == pb.ACCEPTANCE_RULE_REJECTION
     assert plain == pb.SpeculationInForce(mode=pb.SpeculationOptions.MODE_OFF)
+
+
+async def test_a_fall_back_list_is_kept_in_its_order() -> None:
+    """From the Python client's option to `started` and to the engine's request."""
+    names = ("prompt_lookup", "suffix", "draft_model")
+    engine = FakeEngine(info=replace(FAKE_INFO, drafters=names))
+    wanted = build_request("hello", max_tokens=3, drafters=("draft_model", "prompt_lookup"))
+    seen: list[GenerationRequest] = []
+    submit = engine.submit
+    engine.submit = lambda request: (seen.append(request), submit(request))[1]  # type: ignore[method-assign]
+    async with running_server(engine) as running:
+        started = (await read_all(running, wanted))[0].started
+    assert list(started.speculation.drafters) == ["draft_model", "prompt_lookup"]
+    assert seen[-1].speculation.named_drafters == ("draft_model", "prompt_lookup")
 
 
 async def test_stream_is_started_then_deltas_then_one_finished() -> None:

@@ -15,6 +15,8 @@ from tests.service.serving import running_server
 from tests.service.test_generate import text_request, wait_until
 from tests.tiny import tiny_tokenizer
 
+LOOKUP = "prompt_lookup"
+
 Change = Callable[[pb.GenerateRequest], object]
 
 
@@ -71,6 +73,13 @@ WRONG: list[tuple[str, Change]] = [
     ("stopping.time_limit", lambda r: r.stopping.time_limit.FromSeconds(-1)),
     ("speculation.mode", lambda r: setattr(r.speculation, "mode", 9)),
     ("speculation.drafter", lambda r: setattr(r.speculation, "drafter", "oracle")),
+    ("speculation.drafters[1]", lambda r: r.speculation.drafters.extend([LOOKUP, "oracle"])),
+    ("speculation.drafters[1]", lambda r: r.speculation.drafters.extend([LOOKUP, LOOKUP])),
+    ("speculation.drafters[0]", lambda r: r.speculation.drafters.extend(["", LOOKUP])),
+    (
+        "speculation.drafters",
+        lambda r: r.speculation.MergeFrom(pb.SpeculationOptions(drafter=LOOKUP, drafters=[LOOKUP])),
+    ),
     ("speculation.max_draft_tokens", lambda r: setattr(r.speculation, "max_draft_tokens", 5)),
     ("output.top_logprobs", lambda r: setattr(r.output, "top_logprobs", 21)),
     ("n", lambda r: setattr(r, "n", 0)),

@@ -93,7 +93,11 @@ def test_a_request_gets_the_drafters_of_its_variant(tmp_path: Path) -> None:
 
 def test_a_clients_own_choice_is_outside_of_the_experiment(tmp_path: Path) -> None:
     live = _live(tmp_path)
-    for speculation in ({"drafter": "head:new"}, {"mode": SpeculationMode.OFF}):
+    for speculation in (
+        {"drafter": "head:new"},
+        {"drafters": ("head:new", "prompt_lookup")},
+        {"mode": SpeculationMode.OFF},
+    ):
         order = _order("a", **speculation)
         assert live.assign(order, "", 0.0).variant == ""
         assert live.assign(order, "", 0.0).order == order
