@@ -4,13 +4,16 @@
 For every Spec-Bench prompt, 128 new tokens: our speculative decoding in batches of 8, by drafter
 and dtype, against our own plain decoding one request at a time (equal to the bit or a
 divergence), and in float32 against transformers' generate (equal, or a proven tie: the margin of
-the two tokens is shown). Progress is kept in build/bench, so an interrupted run goes on.
+the two tokens is shown). Progress is kept in build/bench, 60 prompts at a time, so that an
+interrupted run goes on; several may run at once, each with --only one drafter of one dtype.
 """
 
 import argparse
 import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +36,11 @@ NEW_TOKENS = 128
 TIE_MARGIN = 1e-3  # float32 logits of this model agree to about 1e-4 between kernels
 SKIPPED_LAYERS = range(12, 20)  # of 30: without them the target still agrees with itself often
 NUM_GENERATE_ROWS = 8
+DRAFTERS = ("prompt_lookup", "draft_model")
+PLAIN, GENERATE = "plain", "generate"
+PART = 60  # prompts that are decoded before progress is kept
+
+Prompts = dict[str, list[int]]
 
 
 def layer_skip_draft(dtype: str) -> LoadedModel:
@@ -55,10 +63,22 @@ def layer_skip_draft(dtype: str) -> LoadedModel:
     return describe_model("layer-skip", draft, target.tokenizer)
 
 
-def cached(name: str, make: Callable[[], dict[str, list[int]]]) -> dict[str, list[int]]:
+def by_parts(
+    name: str, prompts: Prompts, make: Callable[[Prompts], Prompts], first: int = 0
+) -> Prompts:
+    """What `make` gives for the prompts from place `first` on, asked for a part at a time."""
+    numbers = list(prompts)
+    found: Prompts = {}
+    for start in range(first, len(numbers), PART):
+        part = {number: prompts[number] for number in numbers[start : start + PART]}
+        found |= cached(f"{name}-{start}", partial(make, part))
+    return found
+
+
+def cached(name: str, make: Callable[[], Prompts]) -> Prompts:
     path = BUILD / "equivalence-parts" / f"{name}.json"
     if path.is_file():
-        found: dict[str, list[int]] = json.loads(path.read_text())
+        found: Prompts = json.loads(path.read_text())
         return found
     result = make()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,9 +89,7 @@ def cached(name: str, make: Callable[[], dict[str, list[int]]]) -> dict[str, lis
     return result
 
 
-def ours(
-    dtype: str, num_rows: int, prompts: dict[str, list[int]], mode: str, **options: Any
-) -> dict[str, list[int]]:
+def ours(prompts: Prompts, *, dtype: str, num_rows: int, mode: str, **options: Any) -> Prompts:
     if "draft_model" in options.get("drafters", ()):
         options["draft"] = layer_skip_draft(dtype)
     engine = make_engine(dtype, num_rows, max_model_tokens=4096, **options)
@@ -93,7 +111,7 @@ def ours(
     return outputs
 
 
-def generated(prompts: dict[str, list[int]], eos_token_ids: Sequence[int]) -> dict[str, list[int]]:
+def generated(prompts: Prompts, *, eos_token_ids: Sequence[int]) -> Prompts:
     """transformers' greedy generate, in batches of prompts of similar length, padded left."""
     model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
     found = {}
@@ -131,9 +149,7 @@ def margin(model: Any, prompt: list[int], left: list[int], right: list[int]) -> 
     return float((logits[left[at]] - logits[right[at]]).abs())
 
 
-def compare(
-    prompts: dict[str, list[int]], expected: dict[str, list[int]], got: dict[str, list[int]]
-) -> dict[str, int]:
+def compare(prompts: Prompts, expected: Prompts, got: Prompts) -> dict[str, int]:
     exact = sum(expected[number] == got[number] for number in prompts)
     return {
         "sequences": len(prompts),
@@ -143,45 +159,74 @@ def compare(
     }
 
 
+def eos_and_prompts(count: int) -> tuple[Sequence[int], Prompts]:
+    texts = [prompt for _, prompt in spec_bench_prompts()]
+    step = max(1, len(texts) // count)
+    engine = make_engine("float32", 1, max_model_tokens=512)
+    chosen = list(enumerate(texts))[::step][:count]
+    prompts = {str(n): chat_token_ids(engine, text) for n, text in chosen}
+    return engine.info.eos_token_ids, prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Every decoding that is compared, by a name such as float32/plain or generate."""
+
+    prompts: Prompts
+    eos_token_ids: Sequence[int]
+
+    def outputs(self, name: str, first: int = 0) -> Prompts:
+        """Of the prompts from place `first` on; what was computed before is read."""
+        dtype, _, drafter = name.partition("/")
+        label = f"{len(self.prompts)}-{name.replace('/', '-')}"
+        make: Callable[[Prompts], Prompts]
+        if name == GENERATE:
+            make = partial(generated, eos_token_ids=self.eos_token_ids)
+        elif drafter == PLAIN:
+            make = partial(ours, dtype=dtype, num_rows=1, mode="off")
+        else:
+            make = partial(ours, dtype=dtype, num_rows=8, mode="on", drafters=(drafter,))
+        return by_parts(label, self.prompts, make, first)
+
+    def against_generate(self) -> dict[str, Any]:
+        reference, plain = self.outputs(GENERATE), self.outputs(f"float32/{PLAIN}")
+        counts: dict[str, Any] = compare(self.prompts, reference, plain)
+        different = [n for n in self.prompts if reference[n] != plain[n]]
+        model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float64)
+        margins = {n: margin(model, self.prompts[n], reference[n], plain[n]) for n in different}
+        counts["ties"] = sum(value < TIE_MARGIN for value in margins.values())
+        counts["divergences"] = len(different) - counts["ties"]
+        return {**counts, "margins": margins}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=480)
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--no-generate", action="store_true", help="leave transformers out")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", help="compute this alone: float32/plain, generate, ...")
+    parser.add_argument("--first", type=int, default=0, help="with --only: leave these out")
     arguments = parser.parse_args()
     set_threads(arguments.threads)
-    texts = [prompt for _, prompt in spec_bench_prompts()]
-    step = max(1, len(texts) // arguments.prompts)
-    engine = make_engine("float32", 1, max_model_tokens=512)
-    eos_token_ids = engine.info.eos_token_ids
-    chosen = list(enumerate(texts))[::step][: arguments.prompts]
-    prompts = {str(n): chat_token_ids(engine, text) for n, text in chosen}
-    del engine
+    eos_token_ids, prompts = eos_and_prompts(arguments.prompts)
+    runs = Runs(prompts, eos_token_ids)
+    if arguments.only:
+        runs.outputs(arguments.only, arguments.first)
+        return
     result: dict[str, Any] = {"prompts": len(prompts), "by_drafter": {}}
-    tag = f"{len(prompts)}"
     for dtype in arguments.dtypes.split(","):
-        plain = cached(f"{tag}-{dtype}-plain-1", lambda d=dtype: ours(d, 1, prompts, "off"))
-        for drafter in ("prompt_lookup", "draft_model"):
-            got = cached(
-                f"{tag}-{dtype}-{drafter}-8",
-                lambda d=dtype, name=drafter: ours(d, 8, prompts, "on", drafters=(name,)),
-            )
-            result["by_drafter"][f"{dtype}/{drafter}"] = compare(prompts, plain, got)
-        if dtype == "float32" and not arguments.no_generate:
-            reference = cached(f"{tag}-generate", lambda: generated(prompts, eos_token_ids))
-            counts = compare(prompts, reference, plain)
-            different = [n for n in prompts if reference[n] != plain[n]]
-            model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float64)
-            margins = {n: margin(model, prompts[n], reference[n], plain[n]) for n in different}
-            counts["ties"] = sum(value < TIE_MARGIN for value in margins.values())
-            counts["divergences"] = len(different) - counts["ties"]
-            result["against_generate"] = {**counts, "margins": margins}
+        plain = runs.outputs(f"{dtype}/{PLAIN}")
+        for drafter in DRAFTERS:
+            name = f"{dtype}/{drafter}"
+            result["by_drafter"][name] = compare(prompts, plain, runs.outputs(name))
+        if dtype == "float32":
+            result["against_generate"] = runs.against_generate()
     for key in ("sequences", "exact", "ties", "divergences"):
         result[key] = sum(counts[key] for counts in result["by_drafter"].values())
     write_result("equivalence", result)
     print(json.dumps(result, indent=2))
-    divergences = result["divergences"] + result.get("against_generate", {}).get("divergences", 0)
+    divergences = result["divergences"]
+    divergences += result.get("against_generate", {}).get("divergences", 0)
     raise SystemExit(1 if divergences else 0)
 
 
