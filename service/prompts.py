@@ -6,7 +6,8 @@ never a stream. The worker has a tokenizer of its own, because encoding changes 
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_prompt_bytes: int) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._max_prompt_bytes = max_prompt_bytes
-        self._special_tokens = tuple(str(token) for token in tokenizer.all_special_tokens)
+        self._control_tokens = _control_tokens(tokenizer)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
 
     @property
@@ -53,8 +54,8 @@ class PromptEncoder:
         if isinstance(prompt, TextPrompt):
             path, num_bytes = "text", len(prompt.text.encode())
         else:
-            path = "chat.messages"
-            num_bytes = sum(len(str(message["content"]).encode()) for message in prompt.messages)
+            path = "chat"
+            num_bytes = sum(len(text.encode()) for _, text in _rendered_texts(prompt))
         if num_bytes > self._max_prompt_bytes:
             raise RequestError(path, f"has {num_bytes} bytes, at most {self._max_prompt_bytes}")
 
@@ -74,13 +75,10 @@ class PromptEncoder:
             raise RequestError("chat", "the model has no chat template; send text or tokens")
         if chat.tools and "tools" not in str(self._tokenizer.chat_template):
             raise unimplemented("chat.tools", "the model's chat template knows no tools")
-        for index, message in enumerate(chat.messages):
-            for token in self._special_tokens:
-                if token in str(message["content"]):
-                    raise RequestError(
-                        f"chat.messages[{index}].content",
-                        f"contains the control token {token!r} of the model",
-                    )
+        for path, content in _rendered_texts(chat):
+            for token in self._control_tokens:
+                if token in content:
+                    raise RequestError(path, f"contains the control token {token!r} of the model")
         conversation: list[dict[str, Any]] = [dict(message) for message in chat.messages]
         tools: list[dict[Any, Any] | Callable[..., Any]] = [dict(tool) for tool in chat.tools]
         try:
@@ -98,3 +96,25 @@ class PromptEncoder:
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The named ones and all others that the vocabulary marks: Llama 3 names only a few."""
+    named = {str(token) for token in tokenizer.all_special_tokens}
+    marked = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+    return tuple(sorted(named | marked))
+
+
+def _rendered_texts(chat: ChatPrompt) -> Iterator[tuple[str, str]]:
+    """Whatever of the client's a template may render, each with its field."""
+    for index, message in enumerate(chat.messages):
+        for name, value in message.items():
+            if name != "role":  # of an enum, not of the client
+                yield f"chat.messages[{index}].{name}", _text(value)
+    for index, tool in enumerate(chat.tools):
+        yield f"chat.tools[{index}]", _text(tool)
+
+
+def _text(value: object) -> str:
+    # Characters as they are: templates write JSON without escaping them.
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

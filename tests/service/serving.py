@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from grpc import aio
+from transformers import PreTrainedTokenizerBase
 
 from service.app import Parts, Server
 from service.experiments.live import LiveExperiments, no_experiments
@@ -45,6 +46,7 @@ async def running_server(
     build_engine: Callable[[], Any] | None = None,
     authenticator: Authenticator | None = None,
     experiments: LiveExperiments | None = None,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase] = tiny_tokenizer,
     load: bool = True,
     grace_seconds: float = 0.0,
     **settings: Any,
@@ -55,7 +57,7 @@ async def running_server(
     configured = ServiceSettings(**{"port": 0, **settings})
     parts = Parts(
         build_engine=build_engine or (lambda: engine),
-        load_tokenizer=tiny_tokenizer,
+        load_tokenizer=load_tokenizer,
         open_recording=lambda info: recording,
         close_telemetry=lambda: None,
         authenticator=authenticator or OpenAccess(),
