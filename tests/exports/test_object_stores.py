@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,14 @@ NOW = datetime(2026, 4, 2, 9, 0, tzinfo=UTC)
 
 
 class ObjectStore:
-    """A server that keeps its objects while it is away; it can be told to refuse all writes."""
+    """A server that keeps its objects while it is away; it can be told to refuse all writes.
+
+    after_write is called with the path of each write when that is done and not yet answered.
+    """
 
     def __init__(self) -> None:
         self.refuses_writes = False
+        self.after_write: Callable[[str], None] | None = None
         self._app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
         self.port = free_port()
         self.start()
@@ -50,6 +54,8 @@ class ObjectStore:
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<Error><Code>AccessDenied</Code></Error>"]
         answer: Iterable[bytes] = self._app(environ, start_response)
+        if self.after_write is not None and environ["REQUEST_METHOD"] in {"PUT", "POST", "DELETE"}:
+            self.after_write(environ["PATH_INFO"])
         return answer
 
     def filesystem(self) -> fs.FileSystem:
