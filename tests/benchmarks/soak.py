@@ -4,7 +4,8 @@
 
 A `tandem serve` process over a tiny model gets the arrivals of the Azure conversation trace
 (Azure 2023, CC-BY-4.0; $TANDEM_DATA/azure_llm_trace_conv.csv, exponential arrivals without it),
-their lengths scaled to the model and their mean rate to --rate per second. Meanwhile clients are
+their lengths scaled to the model and their mean rate to --rate per second; `arrivals` in the file
+says which and by how much. Meanwhile clients are
 killed, frozen, cancelled and malformed. Memory is sampled; its slope counts over the last half.
 Ends with an error when a request is left over, when rows are missing in the ledger, or when the
 server does not stop with status 0.
@@ -39,6 +40,7 @@ from tests.tiny import save_tiny_model
 
 OUT = Path("build/bench/soak.json")
 MAX_CONTEXT = 2048
+PROMPT_DIVISOR, OUTPUT_DIVISOR = 8, 4  # the trace's prompts have 1,155 tokens on average
 _CHAOS_CLIENT = """
 import sys
 from service.client import Client
@@ -55,23 +57,50 @@ class Arrival:
     num_output_tokens: int
 
 
-def arrivals(rate: float) -> Iterator[Arrival]:
-    """Without end: the trace is repeated. Mean `rate` per second."""
+class Recorded:
+    """The trace's requests, without end: it is repeated. Mean `rate` per second."""
+
+    def __init__(self, path: Path, rate: float) -> None:
+        with path.open(newline="") as file:
+            self._rows = list(csv.DictReader(file))
+        times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in self._rows]
+        self._seconds = [instant - times[0] for instant in times]
+        self._scale = len(times) / rate / self._seconds[-1]
+        self.description: dict[str, object] = {
+            "source": path.name,
+            "requests_per_second": rate,
+            "recorded_requests_per_second": round(len(times) / self._seconds[-1], 3),
+            "speed": round(1 / self._scale, 4),  # 1 is as recorded
+            "prompt_tokens_divided_by": PROMPT_DIVISOR,
+            "output_tokens_divided_by": OUTPUT_DIVISOR,
+        }
+
+    def __iter__(self) -> Iterator[Arrival]:
+        offset = 0.0
+        while True:
+            for row, seconds in zip(self._rows, self._seconds, strict=True):
+                yield Arrival(
+                    offset + seconds * self._scale,
+                    max(1, min(1500, int(row["ContextTokens"]) // PROMPT_DIVISOR)),
+                    max(1, min(400, int(row["GeneratedTokens"]) // OUTPUT_DIVISOR)),
+                )
+            offset += self._seconds[-1] * self._scale
+
+
+class Synthetic:
+    """Without a trace: exponential gaps, uniform lengths."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self.description: dict[str, object] = {"source": "synthetic", "requests_per_second": rate}
+
+    def __iter__(self) -> Iterator[Arrival]:
+        return _synthetic(self._rate)
+
+
+def arrivals(rate: float) -> Recorded | Synthetic:
     path = DATA / "azure_llm_trace_conv.csv"
-    if not path.is_file():
-        yield from _synthetic(rate)
-    rows = list(csv.DictReader(path.open()))
-    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
-    scale = len(rows) / rate / (times[-1] - times[0])
-    offset = 0.0
-    while True:
-        for row, instant in zip(rows, times, strict=True):
-            yield Arrival(
-                offset + (instant - times[0]) * scale,
-                max(1, min(1500, int(row["ContextTokens"]) // 8)),
-                max(1, min(400, int(row["GeneratedTokens"]) // 4)),
-            )
-        offset += (times[-1] - times[0]) * scale
+    return Recorded(path, rate) if path.is_file() else Synthetic(rate)
 
 
 def _synthetic(rate: float) -> Iterator[Arrival]:
@@ -84,13 +113,19 @@ def _synthetic(rate: float) -> Iterator[Arrival]:
 class Soak:
     """Load, chaos and memory samples against one server."""
 
-    def __init__(self, address: str, server: psutil.Process, seconds: float, rate: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        server: psutil.Process,
+        seconds: float,
+        load: Recorded | Synthetic,
+    ) -> None:
         self.codes: Counter[str] = Counter()
         self.chaos: Counter[str] = Counter()
         self.memory: list[tuple[float, float]] = []
         self._address = address
         self._server = server
-        self._rate = rate
+        self._arrivals = load
         self._draw = random.Random(5)
         self._began_at = time.monotonic()
         self._ends_at = self._began_at + seconds
@@ -103,7 +138,7 @@ class Soak:
 
     async def _load(self, client: AsyncClient) -> None:
         tasks: set[asyncio.Task[None]] = set()
-        for arrival in arrivals(self._rate):
+        for arrival in self._arrivals:
             due_at = self._began_at + arrival.at_seconds
             if due_at >= self._ends_at:
                 break
@@ -196,11 +231,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--rate", type=float, default=4)
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = _soak(Path(folder), options.seconds, options.rate)
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(result, indent=2) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
 
 
@@ -226,7 +262,8 @@ def _soak(folder: Path, seconds: float, rate: float) -> dict[str, object]:
     log = (folder / "server.log").open("w")
     reader = threading.Thread(target=log.writelines, args=(server.stderr,), daemon=True)
     reader.start()
-    soak = Soak(line.split()[-1], psutil.Process(server.pid), seconds, rate)
+    load = arrivals(rate)
+    soak = Soak(line.split()[-1], psutil.Process(server.pid), seconds, load)
     try:
         asyncio.run(soak.run())
         server.send_signal(signal.SIGTERM)
@@ -242,7 +279,7 @@ def _soak(folder: Path, seconds: float, rate: float) -> dict[str, object]:
         raise SystemExit(f"ledger: {rows}, {open_rows} still open; clients saw {soak.codes}")
     return {
         "seconds": seconds,
-        "requests_per_second": rate,
+        "arrivals": load.description,
         "codes": dict(soak.codes),
         "chaos": dict(soak.chaos),
         "ledger_rows": rows,
