@@ -1,5 +1,6 @@
 """The head that Tandem ships, beside the model that it was trained for."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -33,6 +34,25 @@ def test_it_is_small_and_says_how_it_was_made() -> None:
         assert (
             results[name]["ci"][0] <= results[name]["acceptance_length"] <= results[name]["ci"][1]
         )
+
+
+def test_every_figure_says_how_it_was_made() -> None:
+    results = json.loads((FOLDER / "results.json").read_text())
+    card = json.loads((FOLDER / CARD).read_text())
+    digest = hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()
+    assert results[results["shipped"]]["model_sha256"] == digest
+    assert card["history"] == results["history"]
+    assert results["data"]["target_fingerprint"] == card["target_fingerprint"]
+    assert len(results["data"]["sha256_of_shards"]) == 64
+    for stage in results["history"]:
+        assert "script" in stage, stage["stage"]
+        assert stage.get("command") or stage.get("note") or "attempt" in stage["stage"]
+        if stage["stage"] not in ("data", "cache"):
+            assert {"seed", "learning_rate"} <= stage.keys(), stage["stage"]
+    page = (FOLDER / "README.md").read_text()
+    for name in ("distilled", "control"):
+        for key in ("acceptance_length", "acceptance_length_sampled", "expected_calibration_error"):
+            assert f"{results[name][key]:.3f}" in page, (name, key)
 
 
 def test_a_target_that_it_was_not_made_for_is_served_without_it() -> None:
