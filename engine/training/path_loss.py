@@ -52,7 +52,6 @@ def path_loss(
             desired = target_logprobs + utility.clamp(min=1e-12).log()
             weights = chain_moves(desired, proposal, recipe.num_chain_moves, generator)
         imitate, correct = position_weights(accept)
-        imitate = imitate * is_draftable
         correct = correct * balance.weights(correct)
         node_logits = torch.matmul(paths.node_states, teacher.output_rows.t()).float()
         target_probs = torch.exp(node_logits - paths.node_normalizers.unsqueeze(1))
