@@ -10,7 +10,9 @@ drafts are free and mostly right; where it has not, a model's cost time.
 
 Drafting starts when it promises a clear gain and ends when there is none left, so the choice
 does not flip with every step. While a row does not draft it is probed now and then with a
-single draft, all idle rows in the same step, and never for more than a small share of the time.
+single draft, all idle rows in the same step, and never for more than a small share of the time:
+smaller still where the tables say that even perfect drafts would gain little, so that a large batch
+on a machine without room to spare does not pay for what it can never win.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ _PRIOR_ALPHA = 0.6  # before anything was drafted
 _GAIN_TO_START = 1.02
 _GAIN_TO_STAY = 1.0
 _PROBE_SHARE = 0.02  # of the time
+_PROBE_SHARE_OF_GAIN = 0.1  # and no more of the most that drafting could gain
 
 
 @dataclass(slots=True)
@@ -179,7 +182,8 @@ class DraftLengths:
         drafts = plan.num_drafts if self._is_drafting else dict.fromkeys(outlooks, 0)
         self._min_reach = self._price_of_a_draft(drafts, plan.gain, num_other_tokens)
         idle = [key for key, count in drafts.items() if not count and outlooks[key].max_drafts]
-        if idle and self._may_probe(drafts, idle, num_other_tokens):
+        caps = [outlooks[key].max_drafts for key in idle]
+        if idle and self._may_probe(drafts, caps, num_other_tokens):
             drafts.update(dict.fromkeys(idle, 1))
         return drafts
 
@@ -197,19 +201,44 @@ class DraftLengths:
         per_draft = seconds / num_drafts + costs.draft_token_seconds
         return gain * len(drafts) / plain_seconds * per_draft
 
-    def _may_probe(self, drafts: dict[str, int], idle: list[str], num_other_tokens: int) -> bool:
-        """Whether enough time has passed for a step that also drafts one token per idle row."""
+    def _may_probe(
+        self, drafts: dict[str, int], caps: Sequence[int], num_other_tokens: int
+    ) -> bool:
+        """Whether enough time has passed for a step that also drafts one token per idle row.
+        caps: the most that each of these may draft."""
         num_tokens = num_other_tokens + len(drafts) + sum(drafts.values())
-        num_drafting = len(drafts) - len(idle)
+        num_drafting = len(drafts) - len(caps)
         deepest = max(drafts.values())
         seconds = self._tables.step_seconds(num_tokens, num_drafting, deepest)
-        probe = self._tables.step_seconds(num_tokens + len(idle), len(drafts), max(1, deepest))
-        probe += len(idle) * self._feedback.draft_token_seconds
-        self._probe_seconds += _PROBE_SHARE * seconds
+        probe = self._tables.step_seconds(num_tokens + len(caps), len(drafts), max(1, deepest))
+        probe += len(caps) * self._feedback.draft_token_seconds
+        most = self._most_to_gain(drafts, sum(caps), num_other_tokens)
+        self._probe_seconds += min(_PROBE_SHARE, _PROBE_SHARE_OF_GAIN * most) * seconds
         if self._probe_seconds < probe - seconds:
             return False
         self._probe_seconds = 0.0
         return True
+
+    def _most_to_gain(
+        self, drafts: dict[str, int], most_drafts: int, num_other_tokens: int
+    ) -> float:
+        """The share by which goodput could grow if all drafts of the idle rows were right.
+
+        Between two measured points of the table the time is linear in the drafts, and so the
+        quotient is largest at one of them or at an end. What drafting itself takes is left out.
+        """
+        costs = self.costs
+        num_tokens = num_other_tokens + len(drafts) + sum(drafts.values())
+        seconds = costs.target.forward_seconds(num_tokens)
+        points = [n - num_tokens for n in costs.target.num_tokens if n > num_tokens]
+        counts = {1, most_drafts, *(n for n in points if n < most_drafts)}
+        num_rows = len(drafts)
+        best = max(
+            (num_rows + n)
+            / (costs.target.forward_seconds(num_tokens + n) + n * costs.draft_token_seconds)
+            for n in counts
+        )
+        return max(0.0, best * seconds / num_rows - 1)
 
     def observe(self, live: LiveRequest, num_drafts: int, num_accepted: int) -> None:
         """Learn from one verification of drafts of live.drafter."""
