@@ -74,6 +74,56 @@ def test_an_index_grown_by_blocks_finds_what_a_search_of_the_whole_does(
         assert found == expected_lookup(token_ids, min_ngram, min_ngram + extra, max_drafts)
 
 
+class CountingTokens(list[int]):
+    """Tokens that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+class CountingDict(dict[tuple[int, ...], int]):
+    """Counts its look-ups and entries."""
+
+    num_operations = 0
+
+    def get(self, key, default=None):  # type: ignore[no-untyped-def]
+        self.num_operations += 1
+        return super().get(key, default)
+
+    def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+        self.num_operations += 1
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("num_words", [3, 40, 50_000])
+def test_a_token_costs_the_lookup_as_much_in_a_context_ten_times_as_long(num_words: int) -> None:
+    generator = random.Random(num_words)
+
+    def work_of_a_token(num_context: int) -> float:
+        tokens = CountingTokens(generator.randrange(num_words) for _ in range(num_context))
+        continuation = CountingDict()
+        index = NgramIndex(2, 4, continuation=continuation)
+        index.catch_up(tokens)
+        before = tokens.num_read + continuation.num_operations
+        for _ in range(100):
+            tokens.append(generator.randrange(num_words))
+            index.catch_up(tokens)
+            index.lookup(tokens, 8)
+        return (tokens.num_read + continuation.num_operations - before) / 100
+
+    short, long = work_of_a_token(500), work_of_a_token(5_000)
+    # Three n-grams of up to 4 tokens are entered and looked up, and 8 tokens are drafted.
+    assert max(short, long) <= 2 * (2 + 3 + 4) + 2 * 3 + 8
+
+
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
 def test_a_loop_is_drafted_to_its_full_length(period: int) -> None:
     loop = list(range(10, 10 + period))

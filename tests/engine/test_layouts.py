@@ -1,5 +1,6 @@
 """All layouts give the tokens of the target alone; they differ in what moves, not in what comes."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from engine.engine import Engine
 from engine.layout import aligned
 from engine.layout.rectangle import Rectangle
 from engine.request import FinishReason
+from engine.stats import StepStats
 from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.engine.test_audit import audited_engine, findings, greedy_and_seeded
 from tests.engine.test_equality import SEEDED, alone, generated, prompts
@@ -219,6 +221,41 @@ def test_no_more_rows_decode_in_a_step_than_a_group_has_and_none_starves() -> No
             waited = step.step_index - last_run.get(row.request_id, step.step_index)
             assert waited <= 3 + 5  # the skips a row is allowed, and the groups of those before it
             last_run[row.request_id] = step.step_index
+
+
+@pytest.mark.thorough
+def test_a_finished_row_is_replaced_at_once_and_no_cache_is_thrown_away_for_the_new_one() -> None:
+    engine = engine_with("grouped", max_num_rows=4, group_rows=2)
+    items = [
+        request(str(n), [9 + n, 8, *range(3, 4 + n)], max_tokens=4 + 3 * (n % 4), ignore_eos=True)
+        for n in range(12)
+    ]
+    num_positions = engine._verifier.runner.num_positions
+    outcome = run(engine, items)
+    ended: dict[int, int] = {}
+    for stats in outcome.stats.values():
+        last = max(s.step_index for s in outcome.steps if _has(s, stats.request_id))
+        ended[last] = ended.get(last, 0) + 1
+    for before, step in itertools.pairwise(outcome.steps):
+        if before.num_waiting:  # somebody was there to take the place
+            assert step.num_running + ended.get(step.step_index, 0) == 4
+    assert len(ended) > 3, "they ended at different times"
+    # Every token was computed once: of the prompts, of the output but the newest, and the drafts.
+    for stats in outcome.stats.values():
+        assert stats.num_recomputed_tokens == stats.num_preemptions == 0
+        assert stats.num_prefill_positions == stats.num_prompt_tokens
+    computed = engine._verifier.runner.num_positions - num_positions
+    rows = [row for step in outcome.steps for row in step.rows]
+    assert computed == sum(row.num_positions for row in rows)
+    num_decoded = sum(row.num_decode_positions + row.num_accepted_tokens for row in rows)
+    num_output = sum(stats.num_output_tokens for stats in outcome.stats.values())
+    num_cut = sum(stats.num_accepted_tokens - stats.num_emitted_accepted_tokens
+                  + stats.num_cut_tokens for stats in outcome.stats.values())  # fmt: skip
+    assert num_decoded == num_output - len(items) + num_cut
+
+
+def _has(step: StepStats, request_id: str) -> bool:
+    return any(row.request_id == request_id for row in step.rows)
 
 
 @pytest.mark.parametrize(
