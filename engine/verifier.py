@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from engine.acceptance import accept_by_rejection, accept_coupled
 from engine.drafter.base import Proposal
@@ -26,8 +25,6 @@ from engine.scheduler import PlannedRow
 from engine.shards import BrokenShardsError
 from engine.target_runner import TargetRunner
 from engine.upload import upload, upload_together
-
-_LOGPROB_CHUNK = 64  # prompt positions whose float32 logprobs exist at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +120,7 @@ class Verifier:
             known = len(live.prompt_logprobs)  # the row's first logits are of this position
             token_ids = live.token_ids[known + 1 : known + 1 + min(num_missing, len(part))]
             num_top = live.request.sampling.num_top_logprobs or 0
-            for first in range(0, len(token_ids), _LOGPROB_CHUNK):
-                chunk = token_ids[first : first + _LOGPROB_CHUNK]
-                chunk_logits = part[first : first + len(chunk)]
-                live.prompt_logprobs.extend(token_logprobs(chunk_logits, chunk, num_top))
+            live.prompt_logprobs.extend(token_logprobs(part[: len(token_ids)], token_ids, num_top))
             if row.planned.emits:
                 kept.append(part[-1:])
         return torch.cat(kept) if kept else logits[:0]
@@ -158,7 +152,7 @@ class Verifier:
         next_token_ids = target_token_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         if any(_uses_rejection(s) for s in sampling):
             num_accepted, next_token_ids = self._reject(
-                batch, sampling, logits, places, drafts, num_drafts, num_accepted, next_token_ids
+                batch, sampling, logits, drafts, num_drafts, num_accepted, next_token_ids
             )
         sound = is_sound[places].all(dim=1)
         # The one copy of a step from the device: [R, 3].
@@ -187,7 +181,6 @@ class Verifier:
         batch: Sequence[tuple[PlannedRow, Proposal]],
         sampling: Sequence[RowSampling],
         logits: torch.Tensor,
-        places: torch.Tensor,
         drafts: torch.Tensor,
         num_drafts: torch.Tensor,
         num_accepted: torch.Tensor,
@@ -197,23 +190,21 @@ class Verifier:
         chosen = [index for index, row in enumerate(sampling) if _uses_rejection(row)]
         index = upload(chosen, logits.device)
         rows = [sampling[i] for i in chosen]
-        positions = torch.cat([places[i, : rows[n].num_positions] for n, i in enumerate(chosen)])
+        longest = drafts.shape[1]
+        positions, padded = upload_together(
+            _decided_positions(batch, chosen, longest), logits.device
+        )
         processed = self.sampler.process(logits.index_select(0, positions), rows)
         probs = torch.softmax(processed, dim=-1)
-        longest, vocab_size = drafts.shape[1], probs.shape[-1]
-        target_probs = probs.new_zeros(len(chosen), longest + 1, vocab_size)
+        vocab_size = probs.shape[-1]
+        # What is beyond a row's drafts repeats its last position, and no rule reads it.
+        target_probs = probs[padded.view(len(chosen), longest + 1)]
         draft_probs = probs.new_zeros(len(chosen), longest, vocab_size)
-        start = 0
+        draft_probs.scatter_(2, drafts[index].unsqueeze(2), 1.0)
         for n, i in enumerate(chosen):
-            count = rows[n].num_positions
-            target_probs[n, :count] = probs[start : start + count]
-            start += count
-            proposal = batch[i][1]
-            if proposal.draft_probs is not None:
-                draft_probs[n, : count - 1] = proposal.draft_probs
-            elif count > 1:
-                one_hot = F.one_hot(drafts[i, : count - 1], vocab_size)
-                draft_probs[n, : count - 1] = one_hot.to(probs.dtype)
+            given = batch[i][1].draft_probs
+            if given is not None:
+                draft_probs[n, : len(given)] = given
         token_ids = torch.arange(vocab_size, device=logits.device)
         zero = torch.zeros(1, dtype=torch.long, device=logits.device)
         uniform = uniform_noise(_keys(rows, longest, Stream.ACCEPT), zero)
@@ -238,20 +229,44 @@ class Verifier:
         logits: torch.Tensor,
         result: Sequence[Sequence[int]],
     ) -> list[tuple[TokenLogprob, ...]]:
-        """Of the emitted tokens of the rows that asked, from the logits before any processor."""
-        found: list[tuple[TokenLogprob, ...]] = []
-        start = 0
-        for (_, proposal), row, (accepted, next_token_id, _) in zip(
-            batch, sampling, result, strict=True
-        ):
-            num_top = row.params.num_top_logprobs
-            if num_top is None:
-                found.append(())
-            else:
-                emitted = [*proposal.token_ids[:accepted], next_token_id]
-                found.append(token_logprobs(logits[start : start + accepted + 1], emitted, num_top))
-            start += row.num_positions
+        """Of the emitted tokens of the rows that asked, from the logits before any processor;
+        those who want as many alternatives are computed together."""
+        found: list[tuple[TokenLogprob, ...]] = [()] * len(batch)
+        wanted: dict[int, list[int]] = {}
+        for i, row in enumerate(sampling):
+            if row.params.num_top_logprobs is not None:
+                wanted.setdefault(row.params.num_top_logprobs, []).append(i)
+        starts = list(itertools.accumulate((r.num_positions for r in sampling), initial=0))
+        for num_top, chosen in wanted.items():
+            places: list[int] = []
+            emitted: list[int] = []
+            ends = [0]
+            for i in chosen:
+                accepted, next_token_id, _ = result[i]
+                places += range(starts[i], starts[i] + accepted + 1)
+                emitted += [*batch[i][1].token_ids[:accepted], next_token_id]
+                ends.append(len(emitted))
+            of_these = logits.index_select(0, upload(places, logits.device))
+            entries = token_logprobs(of_these, emitted, num_top)
+            for i, (start, end) in zip(chosen, itertools.pairwise(ends), strict=True):
+                found[i] = entries[start:end]
         return found
+
+
+def _decided_positions(
+    batch: Sequence[tuple[PlannedRow, Proposal]], chosen: Sequence[int], longest: int
+) -> tuple[list[int], list[int]]:
+    """The places in the forward's logits of the chosen rows' K + 1 positions; and for each
+    chosen row `longest` + 1 places among those, its last one repeated."""
+    positions: list[int] = []
+    padded: list[int] = []
+    counts = [len(proposal.token_ids) + 1 for _, proposal in batch]
+    starts = list(itertools.accumulate(counts, initial=0))
+    for i in chosen:
+        last = len(positions) + counts[i] - 1
+        padded += [min(len(positions) + at, last) for at in range(longest + 1)]
+        positions += range(starts[i], starts[i + 1])
+    return positions, padded
 
 
 def _uses_rejection(row: RowSampling) -> bool:

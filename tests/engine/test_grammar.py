@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
 
+from engine.drafter.base import DraftJob, Proposal
 from engine.grammar import GrammarCompiler
 from engine.request import (
     FinishReason,
@@ -118,6 +120,29 @@ def test_rejected_drafts_leave_the_grammar_where_it_was() -> None:
     grammar.commit(ids[:2])
     assert not grammar.masks(())[0, ids[0]]
     assert grammar.masks(())[0, ids[2]]
+
+
+def test_drafts_are_cut_at_the_first_token_that_the_grammar_forbids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The drafter says "aa": legal once. What follows is neither verified nor counted."""
+    engine = tiny_engine(max_num_rows=2)
+    letter = tiny_tokenizer().convert_tokens_to_ids("a")
+
+    def propose(jobs: Sequence[DraftJob]) -> list[Proposal]:
+        return [Proposal((letter,) * 4 if job.max_drafts == 4 else ()) for job in jobs]
+
+    monkeypatch.setattr(engine._drafters, "propose", propose)
+    grammar = structured(StructuredOutputKind.REGEX, "(a[b-z]){12}")
+    item = request("one", PROMPT, max_tokens=24, max_draft_tokens=4, structured_output=grammar)
+    free = request("free", PROMPT, max_tokens=24, max_draft_tokens=4, ignore_eos=True)
+    outcome = run(engine, [item, free])
+    text = tiny_tokenizer().decode(outcome.token_ids["one"], skip_special_tokens=True)
+    assert re.fullmatch("(a[b-z])+", text)
+    rows = [row for step in outcome.steps for row in step.rows if row.num_draft_positions]
+    assert {row.num_draft_positions for row in rows if row.request_id == "one"} == {1}
+    assert 4 in {row.num_draft_positions for row in rows if row.request_id == "free"}
+    assert outcome.stats["one"].num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(

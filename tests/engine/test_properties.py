@@ -1,9 +1,13 @@
-"""Whatever arrives, in whatever order: the invariants hold after every step, and the tokens
-are those of the target decoding alone."""
+"""Whatever arrives, in whatever order: the invariants hold after every step, and the tokens and
+their logprobs have the bits of the target decoding alone."""
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
@@ -12,19 +16,33 @@ from tests.engine.driver import Outcome, request, run, tiny_engine
 from tests.tiny import VOCAB_SIZE
 
 MAX_TOKENS = 64
+Mixture = tuple[list[dict[str, Any]], int, int, tuple[str, int | None, int], int]
 
 
 @cache
-def reference_engine() -> Engine:
-    return tiny_engine(max_num_rows=1, max_model_tokens=256)
+def reference_engine(dtype: torch.dtype) -> Engine:
+    return tiny_engine(dtype=dtype, max_num_rows=1, max_model_tokens=256)
 
 
 @cache
-def alone(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams) -> list[int]:
-    """Plain decoding, one request, nothing cached before it."""
+def alone(
+    prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams, dtype: torch.dtype
+) -> list[tuple[int, float]]:
+    """Plain decoding, one request, nothing cached before it: each token and its logprob."""
     tenant = f"{hash((prompt, max_tokens, sampling))}"
     item = request("a", prompt, max_tokens=max_tokens, sampling=sampling, mode="off", tenant=tenant)
-    return run(reference_engine(), [item]).token_ids["a"]
+    return emitted(run(reference_engine(dtype), [item]), "a")
+
+
+def emitted(outcome: Outcome, request_id: str) -> list[tuple[int, float]]:
+    found = [
+        (item.token_id, item.logprob)
+        for delta in outcome.deltas
+        if delta.request_id == request_id
+        for item in delta.logprobs
+    ]
+    assert [token_id for token_id, _ in found] == outcome.token_ids.get(request_id, [])
+    return found
 
 
 prompts = st.one_of(
@@ -33,12 +51,15 @@ prompts = st.one_of(
 )
 samplings = st.sampled_from(
     [
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0.7, seed=1),
-        SamplingParams(temperature=1.3, seed=2, top_k=12, top_p=0.9),
-        SamplingParams(temperature=1.0, seed=3, min_p=0.05, repetition_penalty=1.3),
-        SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=0.4),
-        SamplingParams(temperature=0.9, seed=4, typical_p=0.8, logit_bias=((5, 3.0),)),
+        replace(params, num_top_logprobs=0)
+        for params in (
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=0.7, seed=1),
+            SamplingParams(temperature=1.3, seed=2, top_k=12, top_p=0.9),
+            SamplingParams(temperature=1.0, seed=3, min_p=0.05, repetition_penalty=1.3),
+            SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=0.4),
+            SamplingParams(temperature=0.9, seed=4, typical_p=0.8, logit_bias=((5, 3.0),)),
+        )
     ]
 )
 arrivals = st.fixed_dictionaries(
@@ -57,8 +78,7 @@ arrivals = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+mixtures = st.tuples(
     st.lists(arrivals, min_size=1, max_size=9),
     st.integers(1, 5),
     st.sampled_from([8, 19, 64, 512]),
@@ -75,19 +95,45 @@ arrivals = st.fixed_dictionaries(
     ),
     st.sampled_from([1, 4, 9]),
 )
-def test_any_mixture_equals_the_target_alone(
-    planned: list[dict],
+
+
+def many(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+@many(12)
+@given(mixtures)
+def test_any_mixture_equals_the_target_alone(mixture: Mixture) -> None:
+    holds(torch.float32, *mixture)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.timeout(900)
+@many(40)
+@given(mixtures)
+def test_any_of_many_mixtures_equals_the_target_alone(dtype: torch.dtype, mixture: Mixture) -> None:
+    holds(dtype, *mixture)
+
+
+def holds(
+    dtype: torch.dtype,
+    planned: list[dict[str, Any]],
     num_rows: int,
     max_step_tokens: int,
     cache_layout: tuple[str, int | None, int],
     max_draft_tokens: int,
 ) -> None:
     layout, block_size, num_blocks = cache_layout
+    assume(layout == "ragged" or dtype == torch.float32)  # the others promise rounding
     options: dict[str, object] = {}
     if num_blocks:
-        bytes_per_token = 2 * 2 * 2 * (2 * 8) * 4  # two models
+        bytes_per_token = 2 * 2 * 2 * (2 * 8) * dtype.itemsize  # two models
         options["kv_cache_memory"] = num_blocks * (block_size or 0) * bytes_per_token + 1
     engine = tiny_engine(
+        dtype=dtype,
         drafters=("prompt_lookup", "draft_model"),
         max_num_rows=num_rows,
         max_step_tokens=max_step_tokens,
@@ -112,8 +158,12 @@ def test_any_mixture_equals_the_target_alone(
             break
     assert len(outcome.stats) == len(planned)
     for number, item in enumerate(planned):
-        stats, got = outcome.stats[str(number)], outcome.token_ids.get(str(number), [])
-        expected = alone(tuple(item["prompt"]), item["max_tokens"], item["sampling"])
+        stats, got = outcome.stats[str(number)], emitted(outcome, str(number))
+        expected = alone(tuple(item["prompt"]), item["max_tokens"], item["sampling"], dtype)
+        if engine.info.guarantee != "bit_exact":
+            got, expected = (
+                [(token_id, 0.0) for token_id, _ in pairs] for pairs in (got, expected)
+            )
         if stats.finish_reason is FinishReason.CANCELLED:
             assert got == expected[: len(got)]
         else:

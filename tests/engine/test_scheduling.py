@@ -67,6 +67,7 @@ def test_preempted_requests_recompute_and_give_the_same_tokens(
     assert (sum(s.num_recomputed_tokens for s in outcome.stats.values()) > 0) == (
         num_preemptions > 0
     )
+    assert outcome.stats["0"].num_preemptions == 0, "the oldest keeps running"
     told = Counter(name for step in outcome.steps for name in step.preempted_request_ids)
     assert told == Counter({name: s.num_preemptions for name, s in outcome.stats.items()})
 
@@ -122,6 +123,9 @@ def test_a_known_prefix_is_not_recomputed_and_changes_nothing(
         assert warm.acceptance_histogram == cold[number][1].acceptance_histogram
         assert (warm.num_cached_prompt_tokens >= 96) == (number > 0)
         assert warm.num_prefill_positions == len(prompt) - warm.num_cached_prompt_tokens
+        if drafters == ("draft_model",):  # its cache knows the prefix, too
+            num_spared = cold[number][1].num_drafter_positions - warm.num_drafter_positions
+            assert (num_spared >= 95) == (number > 0)
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
