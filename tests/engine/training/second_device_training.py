@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def run_on(folder: Path, device: torch.device) -> dict[str, Any]:
     accelerator = _Placed(cpu=True)
     accelerator.place = device
     recipe = tiny_recipe(folder)
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, max_conversations=12, max_output_tokens=16),
+        distill=replace(recipe.distill, num_steps=6, evaluate_every=2),
+        variational=replace(recipe.variational, num_rounds=1, steps_per_round=2),
+    )
     run = Run(folder / device.type, recipe, accelerator)
     answer_prompts(run)
     make_features(run)

@@ -29,7 +29,7 @@ from engine.training.whole_run import compare_and_keep
 from tests.engine.training.tiny_run import prepared_run, tiny_recipe
 from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # processes that load everything
 
 SETTINGS = TrainSettings(
     num_steps=10,
