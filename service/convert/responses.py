@@ -44,17 +44,7 @@ def write_event(event: orders.Event) -> pb.GenerateResponse:
         case orders.Started():
             return pb.GenerateResponse(started=write_started(event))
         case orders.Delta():
-            return pb.GenerateResponse(
-                delta=pb.Delta(
-                    choice_index=event.choice_index,
-                    first_token_index=event.first_token_index,
-                    token_ids=event.token_ids,
-                    text=event.text,
-                    logprobs=write_logprobs(event.logprobs),
-                    finish_reason=_FINISH_REASONS[event.finish_reason],
-                    prompt_logprobs=write_logprobs(event.prompt_logprobs),
-                )
-            )
+            return _write_delta(event)
         case orders.Finished():
             return pb.GenerateResponse(
                 finished=pb.Finished(
@@ -62,6 +52,24 @@ def write_event(event: orders.Event) -> pb.GenerateResponse:
                     usage=write_usage(event),
                 )
             )
+
+
+def _write_delta(event: orders.Delta) -> pb.GenerateResponse:
+    # The message of every token: filled in place, because what is given to a constructor is copied.
+    response = pb.GenerateResponse()
+    delta = response.delta
+    delta.SetInParent()
+    delta.choice_index = event.choice_index
+    delta.first_token_index = event.first_token_index
+    delta.token_ids.extend(event.token_ids)
+    delta.text = event.text
+    if event.finish_reason is not None:
+        delta.finish_reason = _FINISH_REASONS[event.finish_reason]
+    if event.logprobs:
+        delta.logprobs.extend(write_logprobs(event.logprobs))
+    if event.prompt_logprobs:
+        delta.prompt_logprobs.extend(write_logprobs(event.prompt_logprobs))
+    return response
 
 
 def write_started(event: orders.Started) -> pb.Started:
