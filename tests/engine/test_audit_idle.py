@@ -75,6 +75,7 @@ def test_a_target_without_a_cache_of_its_own_is_read_as_a_whole(
     assert widths[-1] == 150 + 70 - 1
 
 
+@pytest.mark.thorough
 def test_no_audit_runs_while_requests_wait_or_run_and_an_arriving_one_is_served_next(
     widths: list[int],
 ) -> None:
