@@ -28,6 +28,7 @@ from engine.drafter.roster import DrafterRoster
 from engine.drafter.suffix import SuffixDrafter
 from engine.goodput import StepCosts
 from engine.grammar import GrammarCompiler
+from engine.graphs import use_graphs
 from engine.int8_linear import quantize_linears
 from engine.kv_cache import KVCache
 from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, PACKED_PADDING, Padding
@@ -192,12 +193,13 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
     their own."""
     size = cache.block_size
     most_tokens = min(cache.max_tokens, max(_PROBE_TOKENS, len(examined.token_ids) + 1))
+    block_size = None if cache.is_contiguous else size
     scratch = make_cache(
         examined,
         max_num_rows=_PROBE_ROWS,
         max_tokens=most_tokens,
         num_blocks=_PROBE_ROWS * -(-most_tokens // size),
-        block_size=None if cache.is_contiguous else size,
+        block_size=block_size,
     )
     loaded = examined.loaded
     if can_be_lean(loaded.model):
@@ -212,22 +214,16 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
     else:
         widest = config.speculation.max_draft_tokens + 1
         runner = AlignedRunner(loaded.model, scratch, max_shared_width=max(_SHARED_WIDTH, widest))
-    check_agreement(
-        loaded.name,
-        runner,
-        examined.logits,
-        examined.token_ids,
-        is_padded=not examined.is_ragged,
-    )
+    use_graphs(runner, config.graphs)
+    known = (examined.logits, examined.token_ids)
+    check_agreement(loaded.name, runner, *known, is_padded=not examined.is_ragged)
     guarantee = probe_guarantee(runner)
-    if guarantee == "bit_exact" and isinstance(runner, ModelRunner):
-        block_size = None if cache.is_contiguous else size
-        if not attention_keeps_bits(runner, block_size, cache.max_tokens):
-            guarantee = "rounding"
+    if isinstance(runner, ModelRunner) and guarantee == "bit_exact":
+        keeps_bits = attention_keeps_bits(runner, block_size, cache.max_tokens)
+        guarantee = guarantee if keeps_bits else "rounding"
     if config.numerics == "auto" and guarantee != "bit_exact":
         runner.padding = NO_PADDING
     if isinstance(runner, ModelRunner):
-        block_size = None if cache.is_contiguous else size
         runner.attention_costs = measure_attention(
             loaded.model, scratch.shape, runner.padding, block_size
         )
@@ -236,6 +232,7 @@ def _make_runner(examined: ExaminedModel, cache: RowCache, config: EngineConfig)
         path = Path(config.cost_table_folder) / f"{_cost_key(examined, runner)}.json"
     costs = load_or_measure(path, lambda: measure_costs(runner))
     runner.cache = cache  # type: ignore[assignment] # of the same kind as the scratch cache
+    use_graphs(runner, config.graphs)
     return _Ready(runner, guarantee, costs)
 
 
@@ -258,6 +255,7 @@ def _cost_key(examined: ExaminedModel, runner: TargetRunner) -> str:
         torch.get_num_threads(),
         torch.__version__,
         loaded.shards.num_shards if loaded.shards else 1,
+        *(["buckets"] if isinstance(runner, ModelRunner) and runner.buckets else []),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

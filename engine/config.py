@@ -6,6 +6,7 @@ from typing import Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Numerics = Literal["auto", "invariant", "fast"]
 Quantization = Literal["none", "int8"]
+Graphs = Literal["auto", "off", "bucketed"]
 LayoutName = Literal["ragged", "aligned", "grouped"]
 
 
@@ -130,6 +131,8 @@ class EngineConfig:
       blocks and can pin bits.
     group_rows: decoding rows per step of the layout "grouped", whose pool is max_num_rows; None
       is half of the pool.
+    graphs: "auto" replays decode steps as CUDA graphs on CUDA; "bucketed" gives forwards the few
+      shapes that graphs need and computes them without, on any device with small blocks.
     cost_table_folder: where measured costs are kept between starts; None measures every time.
     tensor_parallel: processes, started by torchrun, that share the target: each computes a part of
       every layer. The engine runs in the first one. Heads are refused.
@@ -148,6 +151,7 @@ class EngineConfig:
     kv_block_size: int | None = None
     cost_table_folder: str | None = None
     layout: LayoutName = "ragged"
+    graphs: Graphs = "auto"
     group_rows: int | None = None
     tensor_parallel: int = 1
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -190,6 +194,11 @@ class EngineConfig:
             is_ragged or self.kv_block_size is None,
             "kv_block_size",
             f"the layout {self.layout!r} has no blocks",
+        )
+        _require(
+            self.graphs != "bucketed" or (is_ragged and self.tensor_parallel == 1),
+            "graphs",
+            "'bucketed' needs the layout 'ragged' and a target in one process",
         )
         _require(
             is_ragged or self.numerics != "invariant",

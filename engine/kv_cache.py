@@ -11,8 +11,9 @@ place and owns a block table:
 
 With `block_size >= max_tokens` a row has exactly one block, so its positions are contiguous
 in memory and attention reads them without a gather (CPU); with small blocks they are
-gathered through the table (CUDA). Truncation moves the length and touches no memory: what
-lies beyond the length is hidden by the mask and overwritten later.
+gathered through the table (CUDA), and one scratch block takes what fills a forward up.
+Truncation moves the length and touches no memory: what lies beyond the length is hidden by the
+mask and overwritten later.
 
 Reuse of prefixes: only committed tokens count, and only under the same salt (one per
 tenant). Small blocks are shared by reference when they are full; in a one-block row the
@@ -64,7 +65,8 @@ class KVCache:
                 f"one request of {max_tokens} tokens"
             )
         self.pool = BlockPool(num_blocks, on_evict=self._evict)
-        num_slots = num_blocks * self.block_size
+        self.scratch_block = num_blocks  # beside the pool: no request ever owns it
+        num_slots = (num_blocks + (not self.is_contiguous)) * self.block_size
         self.keys = [
             lazy_zeros((num_slots, shape.num_kv_heads, shape.key_size), shape)
             for _ in range(shape.num_layers)

@@ -18,14 +18,16 @@ from typing import Any, cast
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from engine.bucketed_forward import BucketedForward, Recorder
 from engine.experts import pad_experts
 from engine.kv_cache import KVCache
 from engine.layout.grouping import UNMEASURED
-from engine.layout.plan import ForwardRow, Padding
+from engine.layout.plan import ForwardPlan, ForwardRow, Padding
 from engine.layout.ragged import plan_forward
 from engine.planned_attention import PlannedAttention
 from engine.reading import FreshReading, OwnReading
 from engine.row_cache import RowCache
+from engine.state_listeners import listeners_of
 
 _runner_numbers = itertools.count()
 
@@ -43,6 +45,7 @@ class ModelRunner:
         self.num_row_tokens = 0
         self.align_nanoseconds = 0
         self.attends_by_hand = False
+        self.buckets: BucketedForward | None = None
         self._attention: PlannedAttention | None = None
         # Registered per runner: the function needs this runner's cache and plan, and models
         # do not all hand extra arguments down to their attention.
@@ -68,31 +71,47 @@ class ModelRunner:
         Writes keys and values beyond the rows' lengths but changes no length, so a forward
         that fails, or whose tokens are rejected, leaves nothing to undo.
         """
-        started = time.perf_counter_ns()
-        plan = plan_forward(rows, self.cache, self.padding, self.attention_costs)
-        self.align_nanoseconds += time.perf_counter_ns() - started
-        arguments: dict[str, Any] = {}
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = plan.logit_index
+        buckets = self.buckets if self.buckets and self.buckets.cache is self.cache else None
+        bucket = buckets.choose(rows) if buckets else None
+        if buckets and bucket:
+            logits = buckets.forward(rows, bucket)
+            num_positions, num_row_tokens = sum(len(r.token_ids) for r in rows), bucket.num_tokens
+        else:
+            started = time.perf_counter_ns()
+            plan = plan_forward(rows, self.cache, self.padding, self.attention_costs)
+            self.align_nanoseconds += time.perf_counter_ns() - started
+            with self._told(rows):
+                logits = self._compute(plan)[: plan.num_logits]
+            num_positions, num_row_tokens = plan.num_tokens, plan.input_ids.shape[1]
+        self.num_forwards += 1
+        self.num_positions += num_positions
+        self.num_row_tokens += num_row_tokens
+        return logits
+
+    def _compute(self, plan: ForwardPlan) -> torch.Tensor:
+        """Logits of plan.logit_index [M, vocabulary]."""
+        arguments = {"logits_to_keep": plan.logit_index} if self._keeps_logits else {}
         self._attention = attention = PlannedAttention(plan, self.cache, self.padding)
         try:
-            with self._told(rows):
-                output = self.model(
-                    input_ids=plan.input_ids,
-                    position_ids=plan.position_ids,
-                    use_cache=False,
-                    **arguments,
-                )
+            output = self.model(
+                input_ids=plan.input_ids,
+                position_ids=plan.position_ids,
+                use_cache=False,
+                **arguments,
+            )
         finally:
             self._attention = None
         self.attends_by_hand |= attention.is_by_hand
-        self.num_forwards += 1
-        self.num_positions += plan.num_tokens
-        self.num_row_tokens += plan.input_ids.shape[1]
         logits: torch.Tensor = output.logits[0]
-        if not self._keeps_logits:
-            logits = logits.index_select(0, plan.logit_index)
-        return logits[: plan.num_logits]
+        return logits if self._keeps_logits else logits.index_select(0, plan.logit_index)
+
+    def use_buckets(self, recorder: Recorder) -> None:
+        """From now on forwards over the present cache, one of small blocks, have a few shapes."""
+        if self.cache.shape.shards is not None:
+            raise ValueError("shards compute forwards of their own size")
+        self.buckets = BucketedForward(
+            self._compute, self.cache, self.padding, lambda: listeners_of(self.model), recorder
+        )
 
     def _told(self, rows: Sequence[ForwardRow]) -> AbstractContextManager[None]:
         """Where the model has shards, the other processes compute the same rows."""

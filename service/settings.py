@@ -17,6 +17,7 @@ from engine.config import (
     AuditConfig,
     Dtype,
     EngineConfig,
+    Graphs,
     LayoutName,
     Numerics,
     Quantization,
@@ -43,6 +44,7 @@ class ServiceSettings(BaseSettings):
     quantization: Quantization = "none"  # int8: weights of 8 bits, on a CPU
     kv_cache_memory: float = Field(default=0.5, gt=0)
     layout: LayoutName = "ragged"
+    graphs: Graphs = "auto"  # CUDA graphs on CUDA; off; bucketed: their shapes alone
     tensor_parallel: int = Field(default=1, ge=1)  # processes of torchrun that share the target
     drafters: tuple[str, ...] = ("prompt_lookup", "head")  # or "head:NAME" of the registry
     head: str = SHIPPED_HEAD  # or a folder; used by the drafter "head"
@@ -168,6 +170,7 @@ class ServiceSettings(BaseSettings):
             quantization=self.quantization,
             kv_cache_memory=self.kv_cache_memory,
             layout=self.layout,
+            graphs=self.graphs,
             tensor_parallel=self.tensor_parallel,
             audit=AuditConfig(share=self.audit_share),
             cost_table_folder=str(self.home.expanduser() / "cost-tables"),

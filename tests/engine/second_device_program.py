@@ -37,6 +37,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"drafters": ("prompt_lookup",)},
     "draft_model": {"drafters": ("draft_model",)},
     "small_blocks": {"drafters": ("prompt_lookup", "draft_model"), "kv_block_size": 16},
+    "buckets": {
+        "drafters": ("prompt_lookup", "draft_model"),
+        "kv_block_size": 16,
+        "graphs": "bucketed",
+    },
     "head": {"drafters": ("head",)},
     "aligned": {"drafters": ("prompt_lookup",), "layout": "aligned"},
 }

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.thorough
 
 READS = "reads of the host that wait for the device"
 WAITING_WRITES = "writes that the host waits for"
-SETTINGS = ("prompt_lookup", "draft_model", "small_blocks", "head", "aligned")
-RAGGED = SETTINGS[:4]
+SETTINGS = ("prompt_lookup", "draft_model", "small_blocks", "buckets", "head", "aligned")
+RAGGED = SETTINGS[:5]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Listens to the hidden states that enter some layers of a model while it runs."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from engine.loader import UnsupportedModelError
+from engine.state_listeners import add_listener, remove_listener
 
 
 def default_captured_layers(num_layers: int) -> tuple[int, int, int]:
@@ -56,6 +58,8 @@ class HiddenStateTap:
             stack[layer].register_forward_pre_hook(self._hook(layer), with_kwargs=True)
             for layer in self.layers
         ]
+        self._model = weakref.ref(model)
+        add_listener(model, self)
 
     def _hook(self, layer: int) -> Any:
         def keep(module: nn.Module, arguments: Any, named: Any) -> None:
@@ -69,7 +73,20 @@ class HiddenStateTap:
         self._states.clear()
         return found
 
+    def heard(self) -> dict[int, torch.Tensor]:
+        """See StateListener."""
+        found = dict(self._states)
+        self._states.clear()
+        return found
+
+    def hear(self, states: dict[int, torch.Tensor]) -> None:
+        """See StateListener."""
+        self._states = dict(states)
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._states.clear()
+        model = self._model()
+        if model is not None:
+            remove_listener(model, self)
