@@ -55,6 +55,10 @@ def check_agreement(
 
 
 def _compare(name: str, logits: torch.Tensor, ours: torch.Tensor) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        raise UnsupportedModelError(
+            f"{name}: its logits are not finite; its weights are damaged, or need another dtype"
+        )
     error, tolerance = disagreement(logits, ours)
     if not error <= tolerance:
         raise UnsupportedModelError(

@@ -280,6 +280,12 @@ def test_attention_that_is_not_the_models_own_is_refused(
         check_agreement("tiny", runner, logits, token_ids)
 
 
+def test_a_model_whose_logits_are_not_finite_is_refused_by_that_name() -> None:
+    runner, logits, token_ids = runner_of(tiny_llama())
+    with pytest.raises(UnsupportedModelError, match="tiny: its logits are not finite"):
+        check_agreement("tiny", runner, logits * float("nan"), token_ids)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_a_dropped_mask_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, logits, token_ids = runner_of(tiny_llama(dtype=dtype))
