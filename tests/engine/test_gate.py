@@ -78,8 +78,7 @@ def _score(key: int, accepted: int, rounds: int) -> ConversationScore:
         "walk": walk,
         "language": "en",
     }
-    names = ConversationScore.__slots__
-    return ConversationScore(**{name: known[name] for name in names})
+    return ConversationScore(**known)
 
 
 def test_it_reads_what_the_trainers_comparison_writes() -> None:
