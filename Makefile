@@ -14,9 +14,9 @@ export OMP_WAIT_POLICY ?= passive
 .DEFAULT_GOAL := help
 .PHONY: audit bench bench-equivalence bench-exports bench-fleet bench-gpu bench-heads bench-layouts \
   bench-ledger bench-limits bench-memory bench-peers bench-quick bench-service check constraints \
-  demo docs format help k8s-check protos protos-baseline protos-check setup soak test test-audit \
+  contracts demo docs format help k8s-check protos protos-baseline protos-check setup soak test test-audit \
   test-exports test-image test-kill test-model test-node test-observability test-policies \
-  test-powerbi test-rollout test-speculators test-thorough test-training
+  test-powerbi test-rollout test-speculators test-thorough test-training types
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -172,10 +172,15 @@ test-rollout: $(STAMP) ## servers rolled under load or split, an experiment chan
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m slow tests/k8s tests/engine/test_shards.py \
 	  --ignore tests/k8s/test_installed_image.py
 
-check: $(STAMP) protos-check ## ruff, mypy, import contracts, protos, licences
+check: $(STAMP) ## ruff, mypy, import contracts, protos, licences
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target types contracts
+
+types: $(STAMP)
+	$(VENV)/bin/mypy
+
+contracts: $(STAMP) protos-check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) .ci/supply_chain.py licences
 	$(PY) .ci/supply_chain.py audit
