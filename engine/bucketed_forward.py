@@ -7,6 +7,7 @@ comes up the second time; the buckets used longest ago give way to new ones.
 """
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class BucketedForward:
             raise ValueError("buckets need a cache of small blocks, with a scratch block")
         self.cache = cache
         self.num_recorded = 0
-        self.num_replayed = 0
+        self.align_nanoseconds = 0  # since this began
         self._compute = compute
         self._padding = padding
         self._listeners = listeners
@@ -122,7 +123,9 @@ class BucketedForward:
     def forward(self, rows: Sequence[ForwardRow], bucket: Bucket) -> torch.Tensor:
         """Logits [sum of num_logits, V] in the order of rows. Listeners hear of the rows'
         tokens, not of what fills them up."""
+        started = time.perf_counter_ns()
         numbers, places, wanted = lay_out(rows, self.cache, bucket)
+        self.align_nanoseconds += time.perf_counter_ns() - started
         device = self.cache.shape.device
         entry = self._entry(bucket)
         # Before anything runs: the numbers of an earlier step name slots that others may own now.
@@ -130,7 +133,6 @@ class BucketedForward:
         if entry.num_runs == 1 and self.is_recording:
             self._record(entry, bucket)
         entry.num_runs += 1
-        self.num_replayed += entry.is_recorded
         computed = entry.run()
         token_index, logit_index = upload_together([places, wanted], device)
         for listener in self._listeners():

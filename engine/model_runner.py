@@ -74,7 +74,9 @@ class ModelRunner:
         buckets = self.buckets if self.buckets and self.buckets.cache is self.cache else None
         bucket = buckets.choose(rows) if buckets else None
         if buckets and bucket:
+            before = buckets.align_nanoseconds
             logits = buckets.forward(rows, bucket)
+            self.align_nanoseconds += buckets.align_nanoseconds - before
             num_positions, num_row_tokens = sum(len(r.token_ids) for r in rows), bucket.num_tokens
         else:
             started = time.perf_counter_ns()

@@ -17,9 +17,14 @@ import torch
 
 from engine.key_padding import padded_keys
 from engine.kv_cache import KVCache
-from engine.layout.plan import AttentionGroup, ForwardPlan, ForwardRow, Padding
+from engine.layout.plan import (
+    MAX_SHARED_WIDTH,
+    AttentionGroup,
+    ForwardPlan,
+    ForwardRow,
+    Padding,
+)
 
-MAX_WIDTH = 16  # wider rows are chunks of prompts: they are computed without a bucket
 _MOST_WASTED = 2  # times the tokens asked for, once there are more than _FEW_TOKENS
 _FEW_TOKENS = 64
 
@@ -45,7 +50,7 @@ def choose_bucket(rows: Sequence[ForwardRow], cache: KVCache, padding: Padding) 
     """The smallest bucket that holds the rows; None where a forward of their own size is better:
     chunks of prompts, or widths so unequal that most of the rectangle would be filling."""
     width = max(len(row.token_ids) for row in rows)
-    if width > MAX_WIDTH:
+    if width > MAX_SHARED_WIDTH:
         return None
     num_rows = _steps_up_to(len(rows))
     while num_rows * width % padding.tokens:

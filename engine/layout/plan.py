@@ -7,6 +7,8 @@ import torch
 
 from engine.key_padding import KEY_MULTIPLE
 
+MAX_SHARED_WIDTH = 16  # tokens of a row; wider ones, chunks of prompts, share no kernel call
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:

@@ -20,6 +20,7 @@ from engine.key_padding import padded_keys
 from engine.kv_cache import KVCache
 from engine.layout.grouping import UNMEASURED, AttentionCosts, split_by_keys
 from engine.layout.plan import (
+    MAX_SHARED_WIDTH,
     AttentionGroup,
     ForwardPlan,
     ForwardRow,
@@ -27,8 +28,6 @@ from engine.layout.plan import (
     round_to_bucket,
 )
 from engine.upload import upload_together
-
-_MAX_SHARED_WIDTH = 16  # wider rows (chunks of prompts) get a kernel call of their own
 
 
 def plan_forward(
@@ -143,7 +142,7 @@ def _group(
     narrow: list[int] = []
     groups: list[list[int]] = []
     for index, forward_row in enumerate(rows):
-        if len(forward_row.token_ids) <= _MAX_SHARED_WIDTH:
+        if len(forward_row.token_ids) <= MAX_SHARED_WIDTH:
             narrow.append(index)
         else:
             groups.append([index])

@@ -14,8 +14,8 @@ from engine.bucketed_forward import MAX_RECORDED, BucketedForward, Compute, Comp
 from engine.graphs import try_recorder, use_graphs
 from engine.kv_cache import KVCache
 from engine.kv_storage import KVCacheShape
-from engine.layout.buckets import MAX_WIDTH, choose_bucket, lay_out
-from engine.layout.plan import INVARIANT_PADDING, NO_PADDING, ForwardRow
+from engine.layout.buckets import choose_bucket, lay_out
+from engine.layout.plan import INVARIANT_PADDING, MAX_SHARED_WIDTH, NO_PADDING, ForwardRow
 from engine.model_runner import ModelRunner
 from engine.request import SamplingParams
 from tests.engine.driver import request, run, tiny_engine
@@ -76,7 +76,7 @@ def test_a_bucket_holds_its_rows_and_wastes_little(rows, padding) -> None:  # ty
     num_asked = sum(count for _, count in rows)
     if bucket is None:
         widest = max(count for _, count in rows)
-        assert widest > MAX_WIDTH or widest * len(rows) * 2 > num_asked
+        assert widest > MAX_SHARED_WIDTH or widest * len(rows) * 2 > num_asked
         return
     assert bucket.num_rows >= len(rows)
     assert bucket.width == max(count for _, count in rows)
@@ -136,7 +136,9 @@ def test_tokens_are_those_without_buckets(dtype: torch.dtype, drafters: tuple[st
             request(str(n), p, max_tokens=20, sampling=SAMPLINGS[n % 2])
             for n, p in enumerate(prompts(8))
         ]
-        found.append(run(engine, asked).token_ids)
+        outcome = run(engine, asked)
+        found.append(outcome.token_ids)
+        assert all(0 < s.align_nanoseconds < s.duration_nanoseconds for s in outcome.steps)
         assert (runner_of(engine).buckets is not None) == (graphs == "bucketed")
     assert found[0] == found[1]
 
